@@ -1,0 +1,1 @@
+"""Memory and time beside DeepSpeed and cp."""

@@ -1,0 +1,108 @@
+"""open_checkpoint() and the Checkpoint it returns: a read-only mapping from names to LazyTensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+
+from lazyzero.container.source import POOL, Source
+from lazyzero.layout.contents import Check, Contents
+from lazyzero.layout.discover import find_tag_dir, list_files
+from lazyzero.layout.found import Found
+from lazyzero.layout.registry import read_contents
+from lazyzero.tensor import LazyTensor
+
+
+class Checkpoint(Mapping[str, LazyTensor]):
+    """The weights in a DeepSpeed checkpoint, by name, in DeepSpeed's own order; tied names come last.
+
+    Only metadata has been read. Tensors stay usable after `close()`, which merely gives back file descriptors.
+    """
+
+    def __init__(self, path: str, directory: str, contents: Contents) -> None:
+        self.path = path
+        self.directory = directory
+        self._contents = contents
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        return self._contents.entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._contents.entries)
+
+    def __len__(self) -> int:
+        return len(self._contents.entries)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the files kept open for reading."""
+        POOL.close()
+
+    @property
+    def layout(self) -> str:
+        """What was recognised: "ZeRO-1", "ZeRO-2", "ZeRO-3", "BF16_Optimizer", "stage 0"."""
+        return self._contents.layout
+
+    @property
+    def stage(self) -> int:
+        """ZeRO stage, as recorded (2 for both 1 and 2 in DeepSpeed 0.4.0-0.6.7)."""
+        return self._contents.stage
+
+    @property
+    def world_size(self) -> int:
+        """Number of partitions of each parameter."""
+        return self._contents.world_size
+
+    @property
+    def version(self) -> str | None:
+        """The DeepSpeed version that wrote it, where recorded."""
+        return self._contents.version
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """Names that appear in the checkpoint but whose values no file holds, with the reason."""
+        return dict(self._contents.missing)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a user should know before trusting the result: files set aside, values of lower precision."""
+        return self._contents.warnings
+
+    @property
+    def checks(self) -> tuple[Check, ...]:
+        """Pairs of a rebuilt tensor and the copy of it in `module`, for the self-check."""
+        return self._contents.checks
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """alias -> owner for every tied name."""
+        return {name: tensor.tied_to for name, tensor in self.items() if tensor.tied_to is not None}
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The files this checkpoint was read from."""
+        return tuple(archive.source for archive in self._contents.archives)
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self.directory!r}, {self.layout}, {self.world_size} ranks, {len(self)} tensors)"
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str], *, tag: str | None = None, exclude_frozen: bool = False
+) -> Checkpoint:
+    """Opens a DeepSpeed checkpoint: a root with `latest`, a root with one tag, or a tag directory.
+
+    With `exclude_frozen`, parameters that were not trained are left out. Raises CheckpointNotFound,
+    AmbiguousCheckpoint, MissingFiles, BrokenArchive, InconsistentCheckpoint or UnsupportedLayout.
+    """
+    directory = find_tag_dir(path, tag)
+    contents = read_contents(Found(list_files(directory), exclude_frozen=exclude_frozen))
+    return Checkpoint(os.fspath(path), os.fspath(directory), contents)

@@ -1,0 +1,1 @@
+"""From a checkpoint to files: planned without I/O, streamed through one bounded window, published whole."""

@@ -1,0 +1,132 @@
+"""What every layout delivers, and the rules all of them share: ties, buffers, leftovers, missing names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from lazyzero.container.archive import Archive
+from lazyzero.container.objects import TensorRef
+from lazyzero.layout.states import ModelStates
+from lazyzero.tensor import LazyTensor, View
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A rebuilt tensor and the copy that training kept of it: cast(rebuilt) must equal `stored` bit for bit."""
+
+    rebuilt: LazyTensor
+    stored: LazyTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """A checkpoint understood: `entries` in DeepSpeed's order (buffers, frozen, trainable, others, aliases)."""
+
+    layout: str
+    stage: int
+    world_size: int
+    version: str | None
+    entries: dict[str, LazyTensor]
+    missing: dict[str, str] = field(default_factory=dict)  # name -> why no file holds its data
+    warnings: tuple[str, ...] = ()
+    checks: tuple[Check, ...] = ()
+    archives: tuple[Archive, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """Entries by name, and the names nothing was found for."""
+
+    entries: dict[str, LazyTensor]
+    missing: dict[str, str]
+
+
+def assemble(
+    model: ModelStates,
+    trainable: dict[str, LazyTensor],
+    frozen: dict[str, LazyTensor],
+    *,
+    partitioned: bool,
+    why_missing: str,
+) -> Assembly:
+    """Joins the rebuilt parameters with what `module` holds.
+
+    `partitioned` says that `module` has placeholders in place of parameters (ZeRO-3). Ties are the groups of names that
+    are one storage in the pickle of `module`, which is exact at every version, joined with `shared_params`.
+    """
+    stored = {
+        name: ref for name, ref in model.module.items() if not (partitioned and _is_placeholder(model, name, ref))
+    }
+    buffers = [name for name in stored if model.buffers is not None and name in model.buffers]
+    entries: dict[str, LazyTensor] = {}
+    for name in buffers:
+        if name not in trainable and name not in frozen:
+            entries[name] = view(name, stored[name], "buffer")
+    entries.update(frozen)
+    entries.update(trainable)
+    for name, ref in stored.items():
+        if name not in entries:
+            entries[name] = view(name, ref, "module")
+    aliases = _tie(model, entries, frozenset(trainable) | frozenset(frozen), partitioned=partitioned)
+    entries = {name: tensor for name, tensor in entries.items() if name not in aliases}
+    for alias, owner in aliases.items():
+        tensor = entries[owner]
+        entries[alias] = LazyTensor(alias, tensor.shape, tensor.data, tensor.role, owner)
+    known = [*model.module, *(name for shapes in model.param_shapes or () for name in shapes), *model.frozen_shapes]
+    missing = {name: why_missing for name in known if name not in entries}
+    missing.update({name: why_missing for name in model.shared if name not in entries})
+    return Assembly(entries, missing)
+
+
+def view(name: str, ref: TensorRef, role: str) -> LazyTensor:
+    """An entry that is one whole pickled tensor."""
+    return LazyTensor(name, ref.shape, View(ref), role)
+
+
+def _is_placeholder(model: ModelStates, name: str, ref: TensorRef) -> bool:
+    """Under ZeRO-3 a parameter is saved as Size([0]), before 0.6 as Size([1]), whatever its shape; buffers are whole."""
+    if (model.buffers is not None and name in model.buffers) or name.endswith("_extra_state"):
+        return False
+    return ref.shape in ((0,), (1,))
+
+
+def _tie(
+    model: ModelStates, entries: dict[str, LazyTensor], rebuilt: frozenset[str], *, partitioned: bool
+) -> dict[str, str]:
+    """alias -> owner. An owner is the name under which the data was rebuilt, else the first one saved."""
+    aliases: dict[str, str] = {}
+    for names in _identical(model.module, partitioned=partitioned):
+        owners = [name for name in names if name in rebuilt] or [name for name in names if name in entries]
+        if owners:
+            aliases.update({name: owners[0] for name in names if name != owners[0] and name not in rebuilt})
+    for alias in model.shared:
+        owner = _end_of_chain(model.shared, alias)
+        if alias in model.module and owner in model.module:
+            continue  # the storages have decided, and they know better (zero-sized parameters collide here)
+        if alias not in entries and alias not in aliases:
+            owner = aliases.get(owner, owner)
+            if owner in entries and owner != alias:
+                aliases[alias] = owner
+        elif owner not in entries and owner not in aliases and alias in entries:
+            aliases[owner] = alias
+    return aliases
+
+
+def _identical(module: dict[str, TensorRef], *, partitioned: bool) -> Iterable[list[str]]:
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for name, ref in module.items():
+        # Zero-sized tensors may be views of one flat buffer at one offset without being one parameter; a ZeRO-3
+        # placeholder has a storage of its own.
+        if ref.numel or partitioned:
+            groups.setdefault(ref.identity, []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def _end_of_chain(shared: dict[str, str], alias: str) -> str:
+    seen = {alias}
+    owner = shared[alias]
+    while owner in shared and owner not in seen:
+        seen.add(owner)
+        owner = shared[owner]
+    return owner

@@ -1,0 +1,155 @@
+"""Finds the tag directory a user means and sorts its files by role. Reads names and `latest`, no archive.
+
+<root>/latest                                  one line, the tag
+<root>/<tag>/[bf16_]zero_pp_rank_<dp>_mp_rank_<mp>_optim_states.pt
+<root>/<tag>/mp_rank_<mp>_model_states.pt      or, ZeRO-3, zero_pp_rank_<dp>_mp_rank_<mp>_model_states.pt
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lazyzero.errors import AmbiguousCheckpoint, CheckpointNotFound, ReadError
+
+_OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+_ZERO_MODEL = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+_EXPERT = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_EXPERT_OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+_LONGEST_TAG = 4096  # bytes; a path component has at most 255
+
+Ranks = dict[tuple[int, int], str]
+
+
+@dataclass(frozen=True, slots=True)
+class FileSet:
+    """The files of one tag directory by role; ranks are (data parallel, model parallel)."""
+
+    directory: str
+    optim: dict[str, Ranks] = field(default_factory=dict)  # by precision prefix: "", "bf16_", "fp16_"
+    zero_model: Ranks = field(default_factory=dict)
+    model: dict[int, str] = field(default_factory=dict)  # by model-parallel rank
+    experts: list[str] = field(default_factory=list)
+    expert_optim: list[str] = field(default_factory=list)
+    layers: list[str] = field(default_factory=list)
+    universal: bool = False
+    offloaded: bool = False
+
+    @property
+    def any(self) -> bool:
+        """Whether there is anything DeepSpeed would have written."""
+        return bool(self.optim or self.zero_model or self.model or self.layers or self.experts or self.universal)
+
+
+def list_files(directory: str | os.PathLike[str]) -> FileSet:
+    """Sorts the names in `directory`; unknown names are passed over. Raises CheckpointNotFound or ReadError."""
+    files = FileSet(os.fspath(directory))
+    try:
+        names = sorted(os.listdir(directory))
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointNotFound(f"{files.directory}: no such directory") from None
+    except OSError as error:
+        raise ReadError(f"{files.directory}: cannot be listed: {error.strerror}") from None
+    for name in names:
+        _sort_in(files, name, os.path.join(files.directory, name))
+    zero = os.path.join(files.directory, "zero")
+    offloaded = os.path.isdir(os.path.join(files.directory, "offloaded_tensors"))
+    return FileSet(
+        files.directory, files.optim, files.zero_model, files.model, files.experts, files.expert_optim, files.layers,
+        universal=os.path.isdir(zero), offloaded=offloaded,
+    )  # fmt: skip
+
+
+def _sort_in(files: FileSet, name: str, path: str) -> None:
+    if match := _OPTIM.fullmatch(name):
+        files.optim.setdefault(match[1] or "", {})[int(match[2]), int(match[3])] = path
+    elif match := _ZERO_MODEL.fullmatch(name):
+        files.zero_model[int(match[1]), int(match[2])] = path
+    elif match := _MODEL.fullmatch(name):
+        files.model[int(match[1])] = path
+    elif _EXPERT.fullmatch(name):
+        files.experts.append(path)
+    elif _EXPERT_OPTIM.fullmatch(name):
+        files.expert_optim.append(path)
+    elif _LAYER.fullmatch(name):
+        files.layers.append(path)
+
+
+def find_tag_dir(path: str | os.PathLike[str], tag: str | None = None) -> Path:
+    """The tag directory for what the user gave: a root with `latest`, a root with one tag, or a tag directory.
+
+    Raises CheckpointNotFound, AmbiguousCheckpoint (naming the tags), or ReadError.
+    """
+    root = Path(path)
+    if not root.is_dir():
+        if root.exists():
+            raise CheckpointNotFound(f"{root}: is a file; give the checkpoint's directory, {root.parent} perhaps")
+        raise CheckpointNotFound(f"{root}: no such directory")
+    if tag is not None:
+        return _tagged(root, tag)
+    if list_files(root).any:
+        return root
+    for pointer in ("latest", "latest_universal"):
+        if (root / pointer).is_file():
+            return _pointed(root, root / pointer)
+    tags = _tags(root)
+    if len(tags) == 1:
+        return root / tags[0]
+    if tags:
+        shown = ", ".join(tags)
+        raise AmbiguousCheckpoint(f"{root}: has no `latest` file and several tags: {shown}; choose one with --tag")
+    raise CheckpointNotFound(f"{root}: {_why_nothing(root)}")
+
+
+def _tagged(root: Path, tag: str) -> Path:
+    if (root / tag).is_dir() and list_files(root / tag).any:
+        return root / tag
+    if root.name == tag and list_files(root).any:
+        return root
+    raise CheckpointNotFound(f"{root}: has no tag {tag!r}; it has {_listed(_tags(root))}")
+
+
+def _pointed(root: Path, pointer: Path) -> Path:
+    try:
+        with pointer.open("rb") as file:
+            raw = file.read(_LONGEST_TAG + 1)
+    except OSError as error:
+        raise ReadError(f"{pointer}: cannot be read: {error.strerror}") from None
+    tag = raw.decode("utf-8", "replace").strip()
+    inside = Path(tag)
+    if not tag or len(raw) > _LONGEST_TAG or not tag.isprintable() or inside.is_absolute() or ".." in inside.parts:
+        raise CheckpointNotFound(f"{pointer}: expected the name of a tag, found {tag[:60]!r}; name one with --tag")
+    if not (root / tag).is_dir():
+        raise CheckpointNotFound(f"{pointer}: names tag {tag!r}, which is not there; found {_listed(_tags(root))}")
+    if not (root / tag).resolve().is_relative_to(root.resolve()):
+        raise CheckpointNotFound(
+            f"{pointer}: tag {tag!r} leads out of {root}; give that directory itself if you trust it"
+        )
+    if not list_files(root / tag).any:
+        raise CheckpointNotFound(f"{root / tag}: no DeepSpeed files in it; found {_listed(_tags(root))} in {root}")
+    return root / tag
+
+
+def _tags(root: Path) -> list[str]:
+    try:
+        found = [entry.name for entry in os.scandir(root) if entry.is_dir()]
+    except OSError:
+        return []
+    return sorted(name for name in found if list_files(root / name).any)
+
+
+def _listed(tags: list[str]) -> str:
+    return ", ".join(tags) if tags else "no other tag"
+
+
+def _why_nothing(root: Path) -> str:
+    inner = sorted(
+        entry.name for entry in root.iterdir() if entry.is_dir() and (_tags(entry) or (entry / "latest").exists())
+    )
+    if inner:
+        return f"holds no checkpoint itself; give one of {', '.join(inner[:20])}"
+    return "no DeepSpeed checkpoint here (no *_optim_states.pt or *_model_states.pt, here or one level down)"

@@ -1,0 +1,22 @@
+"""A tag directory under recognition: its files, and its optimizer files once somebody has asked for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from lazyzero.layout.discover import FileSet
+from lazyzero.layout.ranks import Optimizer, read_ranks
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the layouts are asked about; reading happens once, whoever asks first."""
+
+    files: FileSet
+    exclude_frozen: bool = False
+
+    @cached_property
+    def optimizer(self) -> Optimizer:
+        """All ranks' optimizer files. Raises what `read_ranks` raises."""
+        return read_ranks(self.files)

@@ -1,0 +1,152 @@
+"""Which files of a tag directory belong together: one precision, one world, every rank present."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from lazyzero.errors import InconsistentCheckpoint, MissingFiles, UnsupportedLayout
+from lazyzero.layout.discover import FileSet, Ranks
+from lazyzero.layout.states import OptimStates, as_int, read_optim
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """All ranks' optimizer files in rank order, and warnings about files set aside."""
+
+    ranks: tuple[OptimStates, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def stage(self) -> int | None:
+        """As recorded; None in BF16_Optimizer's files."""
+        return self.ranks[0].stage
+
+    @property
+    def world_size(self) -> int:
+        """The number of partitions."""
+        return len(self.ranks)
+
+
+def read_ranks(files: FileSet) -> Optimizer:
+    """Reads the optimizer files of one model-parallel rank.
+
+    Raises MissingFiles naming the ranks, InconsistentCheckpoint, UnsupportedLayout for model parallelism.
+    """
+    prefix, warnings = _choose_prefix(files)
+    chosen = files.optim[prefix]
+    parallel = sorted({mp for _, mp in chosen})
+    if len(parallel) > 1:
+        raise UnsupportedLayout(
+            f"{files.directory}: model-parallel ranks {parallel}; tensor parallelism is not supported here"
+        )
+    mp = parallel[0]
+    by_rank = {dp: path for (dp, _), path in chosen.items()}
+    first = read_optim(by_rank[min(by_rank)])
+    world = _world(first, len(by_rank))
+    surplus = [rank for rank in sorted(by_rank) if rank >= world]
+    if surplus:
+        names = _names([by_rank[rank] for rank in surplus])
+        warnings.append(
+            f"set aside {names}: rank {min(by_rank)} records {world} partitions, so they are of an earlier run"
+        )
+    missing = [rank for rank in range(world) if rank not in by_rank]
+    if missing:
+        raise MissingFiles(_missing_message(files.directory, by_rank, world, prefix, mp))
+    ranks = tuple(first if rank == min(by_rank) else read_optim(by_rank[rank]) for rank in range(world))
+    _agree(ranks)
+    return Optimizer(ranks, tuple(warnings))
+
+
+def _choose_prefix(files: FileSet) -> tuple[str, list[str]]:
+    """The newest set where files of several precisions lie side by side."""
+    if len(files.optim) == 1:
+        return next(iter(files.optim)), []
+    newest = {
+        prefix: max(os.stat(path).st_mtime_ns for path in ranks.values()) for prefix, ranks in files.optim.items()
+    }
+    best = max(newest, key=lambda prefix: (_matches_config(files, prefix), newest[prefix]))
+    aside = [path for prefix, ranks in files.optim.items() if prefix != best for path in ranks.values()]
+    kept = _names(list(files.optim[best].values()))
+    return best, [f"set aside {_names(aside)}: of another precision than {kept}, an earlier run's"]
+
+
+def _matches_config(files: FileSet, prefix: str) -> bool:
+    """Whether the model file's own configuration calls for this prefix (bf16 on: `bf16_`, since 0.6.2)."""
+    from lazyzero.layout.states import read_model
+
+    paths = [*files.model.values(), *files.zero_model.values()]
+    if not paths:
+        return False
+    config = read_model(paths[0]).root.get("ds_config")
+    if not isinstance(config, dict):
+        return False
+    bf16 = config.get("bf16") or config.get("bfloat16")
+    return (prefix == "bf16_") == bool(isinstance(bf16, dict) and bf16.get("enabled"))
+
+
+def _world(first: OptimStates, found: int) -> int:
+    """The number of partitions as recorded: an int, or a list of equal ints, one per group."""
+    recorded = first.state.get("partition_count")
+    counts = recorded if isinstance(recorded, list) else [recorded]
+    values = {as_int(count) for count in counts}
+    if recorded is None or not counts:
+        return found
+    value = values.pop() if len(values) == 1 else None
+    if value is None:
+        raise UnsupportedLayout(f"{first.path}: partition_count {recorded!r:.80} differs between groups (experts?)")
+    if not 0 < value <= 1_000_000:
+        raise InconsistentCheckpoint(
+            f"{first.path}: expected a partition_count above 0, found {value}; the file is damaged"
+        )
+    return value
+
+
+def _agree(ranks: tuple[OptimStates, ...]) -> None:
+    """Ranks of two runs must not be mixed."""
+    first = ranks[0]
+    for other in ranks[1:]:
+        for what, a, b in (
+            ("zero_stage", first.stage, other.stage),
+            ("ds_version", first.version, other.version),
+            ("partition_count", _plain(first.state.get("partition_count")), _plain(other.state.get("partition_count"))),
+        ):
+            if a != b:
+                raise InconsistentCheckpoint(
+                    f"{other.path}: has {what} {b}, {os.path.basename(first.path)} has {a}; the files are of different runs"
+                )
+
+
+def _plain(value: object) -> object:
+    return repr(value)[:200]
+
+
+def _missing_message(directory: str, by_rank: dict[int, str], world: int, prefix: str, mp: int) -> str:
+    missing = [rank for rank in range(world) if rank not in by_rank]
+    name = f"{prefix}zero_pp_rank_{missing[0]}_mp_rank_{mp:02d}_optim_states.pt"
+    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    return (
+        f"{directory}: optimizer files of some ranks are missing: have {spans(sorted(by_rank))}; need 0-{world - 1}; "
+        f"not found: {name}{more}; copy them from the node that wrote them"
+    )
+
+
+def spans(numbers: list[int]) -> str:
+    """[0, 1, 2, 4] as "0-2, 4"."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts) or "none"
+
+
+def _names(paths: list[str]) -> str:
+    names = sorted(os.path.basename(path) for path in paths)
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def model_ranks(files: FileSet) -> Ranks:
+    """ZeRO-3's model files of model-parallel rank 0."""
+    return {key: path for key, path in files.zero_model.items() if key[1] == 0}

@@ -1,0 +1,31 @@
+"""The layouts, asked in order; a new one is one module and one line here."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Final
+
+from lazyzero.errors import MissingFiles, UnsupportedLayout
+from lazyzero.layout import refused, zero0, zero3, zero12
+from lazyzero.layout.contents import Contents
+from lazyzero.layout.found import Found
+
+# Each has `matches(found) -> bool` and `read(found) -> Contents`.
+LAYOUTS: Final[tuple[ModuleType, ...]] = (refused, zero3, zero12, zero0)
+
+
+def read_contents(found: Found) -> Contents:
+    """Recognises the layout and reads its metadata. Raises UnsupportedLayout, MissingFiles, or what the layout raises."""
+    for layout in LAYOUTS:
+        if layout.matches(found):
+            contents: Contents = layout.read(found)
+            return contents
+    files = found.files
+    if files.optim:
+        keys = ", ".join(map(str, found.optimizer.ranks[0].state))
+        raise UnsupportedLayout(f"{found.optimizer.ranks[0].path}: no known layout has the keys {keys:.300}")
+    if files.zero_model:
+        raise MissingFiles(
+            f"{files.directory}: found model files of ZeRO-3 ranks but no *_optim_states.pt, which hold the weights; copy them here"
+        )
+    raise UnsupportedLayout(f"{files.directory}: no known layout has these files")

@@ -1,0 +1,168 @@
+"""The contents of `*_model_states.pt` and `*_optim_states.pt`, brought to one form over DeepSpeed's versions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lazyzero.container.archive import Archive, open_archive
+from lazyzero.container.objects import Opaque, TensorRef
+from lazyzero.errors import InconsistentCheckpoint, UnsupportedLayout
+
+Shape = tuple[int, ...]
+Shapes = dict[str, Shape]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStates:
+    """One model file. `param_shapes` has a dict for each param group (ZeRO-3: sub-group), None where not recorded."""
+
+    archive: Archive
+    module: dict[str, TensorRef]
+    buffers: frozenset[str] | None
+    param_shapes: list[Shapes] | None
+    frozen_shapes: Shapes
+    frozen: dict[str, TensorRef]
+    shared: dict[str, str]
+    version: str | None
+    root: dict[str, Any] = field(repr=False)
+
+    @property
+    def path(self) -> str:
+        return self.archive.path
+
+
+def read_model(path: str) -> ModelStates:
+    """Reads a model file's metadata. Raises BrokenArchive, InconsistentCheckpoint, UnsupportedLayout."""
+    archive = open_archive(path)
+    root = _dict(path, archive.root, "the file")
+    module = root.get("module")
+    if module is None:
+        raise UnsupportedLayout(
+            f"{path}: `module` is empty, as in pipeline checkpoints; that layout is not supported here"
+        )
+    buffers = root.get("buffer_names")
+    return ModelStates(
+        archive,
+        {name: ref for name, ref in named(path, module, "module").items() if isinstance(ref, TensorRef)},
+        frozenset(filter(_is_str, buffers)) if isinstance(buffers, (list, tuple)) else None,
+        read_shapes(path, root.get("param_shapes")),
+        _shapes(path, root.get("frozen_param_shapes") or {}, "frozen_param_shapes"),
+        tensors(path, root.get("frozen_param_fragments") or {}, "frozen_param_fragments"),
+        _shared(root.get("shared_params")),
+        version_of(root),
+        root,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OptimStates:
+    """One rank's optimizer file: `state` is its `optimizer_state_dict`."""
+
+    archive: Archive
+    root: dict[str, Any] = field(repr=False)
+    state: dict[str, Any] = field(repr=False)
+
+    @property
+    def path(self) -> str:
+        return self.archive.path
+
+    @property
+    def stage(self) -> int | None:
+        """The recorded `zero_stage` (2 for both 1 and 2 in 0.4.0-0.6.7); None in BF16_Optimizer's files."""
+        return as_int(self.state.get("zero_stage"))
+
+    @property
+    def version(self) -> str | None:
+        """DeepSpeed's version, where recorded."""
+        return version_of(self.root) or version_of(self.state)
+
+    def flats(self, key: str) -> list[TensorRef]:
+        """The flat groups under `key`. Raises InconsistentCheckpoint unless they are 1-D tensors."""
+        found = self.state.get(key)
+        if not isinstance(found, list) or not all(isinstance(flat, TensorRef) for flat in found):
+            raise InconsistentCheckpoint(f"{self.path}: expected a list of tensors in `{key}`, found {found!r:.80}")
+        for flat in found:
+            if len(flat.shape) != 1 or not flat.contiguous:
+                raise InconsistentCheckpoint(f"{self.path}: expected 1-D tensors in `{key}`, found {list(flat.shape)}")
+        return found
+
+
+def read_optim(path: str) -> OptimStates:
+    """Reads an optimizer file's metadata. Raises BrokenArchive or InconsistentCheckpoint."""
+    archive = open_archive(path)
+    root = _dict(path, archive.root, "the file")
+    return OptimStates(archive, root, _dict(path, root.get("optimizer_state_dict"), "`optimizer_state_dict`"))
+
+
+def read_shapes(path: str, value: Any) -> list[Shapes] | None:
+    """`param_shapes` as a list of dicts: it is a bare dict up to 0.5.3, absent without ZeRO."""
+    if value is None:
+        return None
+    groups = value if isinstance(value, list) else [value]
+    return [_shapes(path, group, "param_shapes") for group in groups]
+
+
+def named(path: str, value: Any, what: str) -> dict[str, Any]:
+    """A dict whose keys are names. Raises InconsistentCheckpoint."""
+    found = _dict(path, value, f"`{what}`")
+    for name in found:
+        check_name(path, name)
+    return found
+
+
+def tensors(path: str, value: Any, what: str) -> dict[str, TensorRef]:
+    """A dict of named tensors. Raises InconsistentCheckpoint."""
+    found = named(path, value, what)
+    for name, ref in found.items():
+        if not isinstance(ref, TensorRef):
+            raise InconsistentCheckpoint(f"{path}: {what}[{name!r}] is no plain tensor but {ref!r:.80}")
+    return found
+
+
+def check_name(path: str, name: object) -> None:
+    """Refuses names no model has: not text, control characters, lone surrogates, kilobytes."""
+    good = isinstance(name, str) and 0 < len(name) <= 1024 and name.isprintable() and name != "__metadata__"
+    if not good:
+        raise InconsistentCheckpoint(f"{path}: {name!r:.60} cannot be the name of a parameter; the file is damaged")
+
+
+def as_int(value: Any) -> int | None:
+    """An int, or the value of a pickled int enumeration (`ZeroStageEnum(3)`); None for anything else."""
+    if isinstance(value, Opaque) and isinstance(value.args, tuple) and len(value.args) == 1:
+        value = value.args[0]
+    return value if type(value) is int else None
+
+
+def version_of(root: Mapping[str, Any]) -> str | None:
+    """The recorded `ds_version`."""
+    version = root.get("ds_version")
+    return version if isinstance(version, str) else None
+
+
+def _shapes(path: str, value: Any, what: str) -> Shapes:
+    shapes: Shapes = {}
+    for name, shape in named(path, value, what).items():
+        if not isinstance(shape, (tuple, list)) or not all(type(size) is int and 0 <= size < 1 << 48 for size in shape):
+            raise InconsistentCheckpoint(f"{path}: {what}[{name!r}] is no shape but {shape!r:.80}")
+        shapes[name] = tuple(shape)
+    return shapes
+
+
+def _shared(value: Any) -> dict[str, str]:
+    if not isinstance(value, dict):
+        return {}
+    return {alias: owner for alias, owner in value.items() if _is_str(alias) and _is_str(owner)}
+
+
+def _is_str(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _dict(path: str, value: Any, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InconsistentCheckpoint(
+            f"{path}: expected a dict in {what}, found {type(value).__name__}; not DeepSpeed's"
+        )
+    return value
