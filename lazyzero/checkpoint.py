@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 
+from lazyzero.container.archive import Archive
 from lazyzero.container.source import POOL, Source
 from lazyzero.layout.contents import Check, Contents
 from lazyzero.layout.discover import find_tag_dir, list_files
@@ -85,6 +86,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def tied(self) -> dict[str, str]:
         """alias -> owner for every tied name."""
         return {name: tensor.tied_to for name, tensor in self.items() if tensor.tied_to is not None}
+
+    @property
+    def archives(self) -> tuple[Archive, ...]:
+        """The parsed files this checkpoint was read from."""
+        return self._contents.archives
 
     @property
     def sources(self) -> tuple[Source, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from lazyzero.errors import InvalidRequest
 
@@ -26,7 +26,7 @@ class DType:
     floating: bool = False
 
     @property
-    def numpy(self) -> np.dtype:
+    def numpy(self) -> np.dtype[Any]:
         """The numpy dtype of the same bits (ml_dtypes supplies bfloat16 and the 8-bit floats)."""
         return _numpy(self.name)
 
@@ -102,11 +102,11 @@ def requested(text: str) -> DType | None:
 
 
 @cache
-def _numpy(name: str) -> np.dtype:
+def _numpy(name: str) -> np.dtype[Any]:
     import numpy as np
 
     if name.startswith(("bfloat", "float8")):
         import ml_dtypes
 
-        return np.dtype(getattr(ml_dtypes, name))
+        name = getattr(ml_dtypes, name)
     return np.dtype(name)

@@ -24,7 +24,7 @@ _SPAN = 1 << 20  # bytes of a strided block that are read at once
 def wants(tensor: LazyTensor, start: int, stop: int, into: np.ndarray) -> Iterator[Want]:
     """What has to be read for elements [start, stop) to stand in `into` (1-D bytes); strided blocks are read here."""
     size = tensor.dtype.itemsize
-    view, at = memoryview(into), 0
+    view, at = into.data, 0
     for piece in tensor.pieces(start, stop):
         nbytes = piece.count * size
         if piece.shape is None:
@@ -122,7 +122,7 @@ def _fill_strided(
     axis = max(range(len(shape)), key=lambda i: extents[i], default=0)
     if nbytes <= _SPAN or not shape or shape[axis] == 1:
         raw = np.empty(nbytes, np.uint8)
-        read_all([Want(storage, start, memoryview(raw))])
+        read_all([Want(storage, start, raw.data)])
         steps = tuple(step * dtype.itemsize for step in stride)
         into[...] = np.lib.stride_tricks.as_strided(raw.view(dtype.numpy), shape, steps, writeable=False)
         return

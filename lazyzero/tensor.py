@@ -159,8 +159,9 @@ class Absent:
     error: LazyZeroError
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
-        raise self.error
-        yield
+        if self.error:
+            raise self.error
+        yield from ()
 
 
 @dataclass(frozen=True, slots=True)

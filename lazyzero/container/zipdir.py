@@ -23,10 +23,12 @@ _MAX_DIRECTORY = 32 << 20  # bytes; some 400,000 members
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A stored member: `header` is the byte offset of its local header, `size` the bytes of its data."""
+    """A stored member: `size` is the bytes of its data, `header` and `entry` are the byte offsets of its local header
+    and of its entry in the central directory."""
 
     header: int
     size: int
+    entry: int
 
 
 def read_directory(source: Source) -> dict[str, Member]:
@@ -40,7 +42,7 @@ def read_directory(source: Source) -> dict[str, Member]:
     members: dict[str, Member] = {}
     at = 0
     for _ in range(count):
-        name, member, at = _entry(source, data, at)
+        name, member, at = _entry(source, data, at, start)
         if name in members:
             raise UnsafeArchive(f"{source.path}: member {name!r} appears twice")
         members[name] = member
@@ -84,7 +86,8 @@ def _find_directory(source: Source) -> tuple[int, int, int]:
     return start, size, count
 
 
-def _entry(source: Source, data: bytes, at: int) -> tuple[str, Member, int]:
+def _entry(source: Source, data: bytes, at: int, start: int) -> tuple[str, Member, int]:
+    entry = start + at
     if at + _ENTRY.size > len(data):
         raise BrokenArchive(f"{source.path}: zip directory ends early; the file is truncated or damaged")
     fields = _ENTRY.unpack_from(data, at)
@@ -106,7 +109,7 @@ def _entry(source: Source, data: bytes, at: int) -> tuple[str, Member, int]:
     size, packed, header = _widen(source, extra, size, packed, header)
     if size != packed:
         raise UnsafeArchive(f"{source.path}: member {name!r} claims {size} bytes but stores {packed}")
-    return name, Member(header, size), at
+    return name, Member(header, size, entry), at
 
 
 def _widen(source: Source, extra: bytes, *narrow: int) -> tuple[int, ...]:

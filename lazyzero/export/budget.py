@@ -1,0 +1,47 @@
+"""How much memory the window may take: the rest of a promise about the whole process."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Final
+
+from lazyzero.errors import InvalidRequest
+from lazyzero.export.units import show_size
+from lazyzero.memory import status
+
+DEFAULT: Final = 64 << 20  # bytes, for the whole process
+LEAST_WINDOW: Final = 256 << 10
+MOST_WINDOW: Final = 4 << 20
+_BUFFERS: Final = 2  # a worker holds what it read and what it became
+_SLACK: Final = 5 << 20  # thread stacks, the allocator's reserves, objects made on the way
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """`window` in bytes, for each of `workers`."""
+
+    window: int
+    workers: int
+
+
+def allot(max_memory: int | None, workers: int | None, *, resident: int | None = None) -> Budget:
+    """Windows and workers that keep the process within `max_memory` bytes (None: the default, where it can be kept).
+
+    `resident` is what the process holds already. Raises InvalidRequest when an amount that was asked for cannot do,
+    saying the least that would.
+    """
+    held = resident if resident is not None else status().get("VmHWM", 40 << 20)
+    count = workers or min(2, os.cpu_count() or 1)
+    room = (max_memory or DEFAULT) - held - _SLACK
+    if workers is None and room < 2 * _BUFFERS * LEAST_WINDOW:
+        count = 1
+    window = room // (count * _BUFFERS)
+    if window < LEAST_WINDOW and max_memory is not None:
+        least = held + _SLACK + (workers or 1) * _BUFFERS * LEAST_WINDOW
+        raise InvalidRequest(
+            f"--max-memory {show_size(max_memory)} cannot work: the process holds {show_size(held)} already; "
+            f"the least that would do here is {-(-least // 1_000_000)}MB"
+        )
+    window = min(max(window, LEAST_WINDOW), MOST_WINDOW)
+    return Budget(window - window % 4096, count)

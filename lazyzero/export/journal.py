@@ -1,0 +1,110 @@
+"""The small file in an output directory that ties its finished shards to the plan and the sources they came from.
+
+<output>/.lazyzero.json    written anew, whole, after each shard; kept when finished, so that the same command then
+                           knows there is nothing to do
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lazyzero.container.archive import Archive
+from lazyzero.errors import OutputRefused
+from lazyzero.export.plan import Plan
+from lazyzero.export.sink import temporary, write_small
+
+NAME = ".lazyzero.json"
+_VERSION = 1
+_LARGEST = 64 << 20  # bytes
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """`identity` is what the shards depend on; `done` maps finished files to their sizes in bytes."""
+
+    identity: dict[str, Any]
+    done: dict[str, int] = field(default_factory=dict)
+    finished: bool = False
+
+    def with_done(self, filename: str, nbytes: int) -> Journal:
+        """The journal with one more finished file."""
+        return replace(self, done={**self.done, filename: nbytes})
+
+    def save(self, directory: Path) -> None:
+        """Writes it whole and durable. Raises WriteError."""
+        record = {"version": _VERSION, "identity": self.identity, "done": self.done, "finished": self.finished}
+        write_small(directory / NAME, json.dumps(record, indent=1).encode(), replace_temporary=True)
+
+
+def identity_of(plan: Plan, settings: dict[str, object], archives: Iterable[Archive]) -> dict[str, Any]:
+    """What a finished shard depends on: the settings, the plan, and every source's size, time and pickles."""
+    unique = {archive.path: archive for archive in archives}
+    planned = hashlib.sha256(repr(plan).encode()).hexdigest()
+    return {
+        "settings": settings,
+        "plan": planned,
+        "sources": {os.path.basename(path): _source(archive) for path, archive in sorted(unique.items())},
+    }
+
+
+def _source(archive: Archive) -> list[Any]:
+    digest = hashlib.sha256()
+    for offset, length in archive.pickles:
+        for at in range(offset, offset + length, _BLOCK):
+            digest.update(archive.source.read(at, min(_BLOCK, offset + length - at)))
+    return [archive.source.size, archive.source.mtime_ns, digest.hexdigest()]
+
+
+def load(directory: Path) -> Journal | None:
+    """The journal in `directory`, None where there is none. Raises OutputRefused for one that cannot be read."""
+    path = directory / NAME
+    try:
+        with path.open("rb") as file:
+            record = json.loads(file.read(_LARGEST))
+        if record["version"] != _VERSION:
+            raise ValueError(f"version {record['version']}")
+        done = {str(name): int(size) for name, size in record["done"].items()}
+        return Journal(dict(record["identity"]), done, bool(record["finished"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise OutputRefused(
+            f"{path}: is not a journal of this version ({error}); start anew with --overwrite"
+        ) from None
+
+
+def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What differs between two identities, in words."""
+    found = []
+    before, after = then.get("settings", {}), now["settings"]
+    for key in sorted({*before, *after}):
+        if before.get(key) != after.get(key):
+            found.append(f"{key} was {before.get(key)}, now {after.get(key)}")
+    old, new = then.get("sources", {}), now["sources"]
+    for name in sorted({*old, *new}):
+        if name not in old or name not in new:
+            found.append(f"source {name} is {'new' if name in new else 'gone'}")
+        elif old[name] != new[name]:
+            found.append(f"source {name} {_how(old[name], new[name])}")
+    if not found and then.get("plan") != now["plan"]:
+        found.append("the plan of shards, made by another version")
+    return found
+
+
+def _how(old: list[Any], new: list[Any]) -> str:
+    if old[0] != new[0]:
+        return f"had {old[0]} bytes, now {new[0]}"
+    return "has other metadata" if old[2] != new[2] else "was written anew"
+
+
+def leftovers(directory: Path) -> list[Path]:
+    """Temporary files an earlier run left."""
+    suffix = temporary(Path("x")).name.removeprefix("x")
+    return sorted(path for path in directory.glob(f"*{suffix}") if path.is_file())

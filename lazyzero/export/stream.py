@@ -1,0 +1,214 @@
+"""The bounded window: gathers, casts and writes an output file a few MB at a time, however large its tensors are.
+
+A window is a run of the output file. It may hold many small tensors or a part of a large one; what it needs from each
+source file is read with few calls, so pieces of any size cost the same. Windows are independent of each other, hence the
+result does not depend on how many workers share them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lazyzero.cast import cast
+from lazyzero.container.reader import read_all
+from lazyzero.dtypes import DType
+from lazyzero.export.sink import Sink
+from lazyzero.gather import wants
+from lazyzero.tensor import LazyTensor
+
+Observe = Callable[[str, np.ndarray], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A tensor's whole data at byte `offset` of an output file, in `dtype`."""
+
+    tensor: LazyTensor
+    dtype: DType
+    offset: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.tensor.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements [start, stop) of a segment."""
+
+    segment: Segment
+    start: int
+    stop: int
+
+    @property
+    def source_bytes(self) -> int:
+        return (self.stop - self.start) * self.segment.tensor.dtype.itemsize
+
+    @property
+    def output_bytes(self) -> int:
+        return (self.stop - self.start) * self.segment.dtype.itemsize
+
+
+def windows(segments: Iterable[Segment], size: int) -> Iterator[list[Part]]:
+    """Cuts segments, given in file order, into windows of at most `size` bytes, on disk and in the output.
+
+    A window never spans a gap between segments.
+    """
+    window: list[Part] = []
+    room, end = size, -1
+    for segment in segments:
+        widest = max(segment.dtype.itemsize, segment.tensor.dtype.itemsize)
+        if window and (segment.offset != end or room < widest):
+            yield window
+            window, room = [], size
+        start, numel = 0, segment.tensor.numel
+        while start < numel:
+            stop = min(numel, start + max(1, room // widest))
+            window.append(Part(segment, start, stop))
+            room -= (stop - start) * widest
+            start = stop
+            if room < widest:
+                yield window
+                window, room = [], size
+        end = segment.end
+    if window:
+        yield window
+
+
+class Buffers:
+    """One worker's memory: what is read, and what it becomes; allocated once, `size` bytes each."""
+
+    def __init__(self, size: int) -> None:
+        self._raw = np.empty(size + 64, np.uint8)
+        self._out: np.ndarray | None = None
+        self._size = size
+
+    def fill(self, parts: Sequence[Part], *, release: bool, observe: Observe | None = None) -> memoryview:
+        """Reads and casts a window; the bytes of the output, valid until the next call."""
+        plain = all(part.segment.dtype == part.segment.tensor.dtype for part in parts)
+        raws = self._read(parts, release=release, packed=plain)
+        if observe is not None:
+            for part, raw in zip(parts, raws, strict=True):
+                observe(part.segment.tensor.name, raw.view(part.segment.tensor.dtype.numpy))
+        total = sum(part.output_bytes for part in parts)
+        if plain:
+            return self._raw[:total].data
+        if self._out is None:
+            self._out = np.empty(self._size, np.uint8)
+        at = 0
+        for part, raw in zip(parts, raws, strict=True):
+            target = self._out[at : at + part.output_bytes]
+            if part.segment.dtype == part.segment.tensor.dtype:
+                target[...] = raw
+            else:
+                _cast_bytes(raw.view(part.segment.tensor.dtype.numpy), target, part.segment.dtype)
+            at += part.output_bytes
+        return self._out[:total].data
+
+    def _read(self, parts: Sequence[Part], *, release: bool, packed: bool) -> list[np.ndarray]:
+        """Each part's bytes as stored: one after the other, or aligned for the cast."""
+        places: list[np.ndarray] = []
+        at = 0
+        for part in parts:
+            if not packed:
+                at += -at % part.segment.tensor.dtype.itemsize
+            if at + part.source_bytes > len(self._raw):  # many tiny tensors of mixed dtypes: the gaps add up
+                self._raw = np.concatenate([self._raw, np.empty(at, np.uint8)])
+                return self._read(parts, release=release, packed=packed)
+            places.append(self._raw[at : at + part.source_bytes])
+            at += part.source_bytes
+        read_all(
+            (
+                want
+                for part, place in zip(parts, places, strict=True)
+                for want in wants(part.segment.tensor, part.start, part.stop, place)
+            ),
+            release=release,
+        )
+        return places
+
+
+def _cast_bytes(source: np.ndarray, target: np.ndarray, dtype: DType) -> None:
+    """Casts into bytes that may stand at any address."""
+    if target.ctypes.data % dtype.itemsize == 0:
+        cast(source, target.view(dtype.numpy))
+    else:
+        aligned = np.empty(source.shape, dtype.numpy)
+        cast(source, aligned)
+        target[...] = aligned.view(np.uint8)
+
+
+def pump(
+    segments: Iterable[Segment],
+    sink: Sink,
+    *,
+    window: int,
+    workers: int = 1,
+    release: bool = True,
+    observe: Observe | None = None,
+    wrote: Callable[[int], None] = lambda count: None,
+) -> None:
+    """Streams `segments` into `sink`; `wrote` is told the bytes of each window, from whichever worker wrote it.
+
+    `window` is in bytes; each of `workers` threads holds at most two of them. The first error of any worker is raised
+    once all have ended.
+    """
+    queue = _Queue(windows(segments, window))
+
+    def work() -> None:
+        buffers = Buffers(window)
+        while (parts := queue.next()) is not None:
+            data = buffers.fill(parts, release=release, observe=observe)
+            sink.write(parts[0].segment.offset + parts[0].start * parts[0].segment.dtype.itemsize, data)
+            wrote(len(data))
+
+    if workers <= 1 or sink.sequential:
+        work()
+    else:
+        _in_threads(work, workers, queue)
+
+
+class _Queue:
+    """Hands out windows in file order to several workers."""
+
+    def __init__(self, items: Iterator[list[Part]]) -> None:
+        self._items = items
+        self._lock = threading.Lock()
+
+    def next(self) -> list[Part] | None:
+        """The next window, None at the end or after a stop."""
+        with self._lock:
+            return next(self._items, None)
+
+    def end(self) -> None:
+        """Lets every worker finish its window and no other."""
+        self._items = iter(())
+
+
+def _in_threads(work: Callable[[], None], count: int, queue: _Queue) -> None:
+    errors: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+            queue.end()
+
+    threads = [threading.Thread(target=guarded, name=f"lazyzero-{index}") for index in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException:
+        queue.end()
+        for thread in threads:
+            thread.join()
+        raise
+    if errors:
+        raise errors[0]

@@ -1,0 +1,137 @@
+"""`.bin` files: torch writes the archive around the data, which is then streamed into the places left for it.
+
+The tensors torch is given lie in one read-only mapping of nothing: they have shapes, dtypes and storages, and no
+memory. `torch.serialization.skip_data` (torch 2.6 on) leaves holes for their bytes; earlier versions write zeros. Where
+each record lies is read back with the archive reader, and the checksums are corrected once the data is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+import warnings
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lazyzero.container.archive import open_archive
+from lazyzero.container.objects import Storage, TensorRef
+from lazyzero.container.source import Source
+from lazyzero.container.zipdir import read_directory
+from lazyzero.errors import MissingDependency, WriteError
+from lazyzero.export.crc import combine
+from lazyzero.export.plan import Shard
+from lazyzero.export.safetensors import Place
+from lazyzero.export.sink import FileSink
+from lazyzero.tensor import Placeholder
+
+_ALIGN = 4096
+_DESCRIPTOR = b"PK\x07\x08"
+
+
+def require_torch() -> Any:
+    """The torch module. Raises MissingDependency with what to install."""
+    try:
+        import torch
+    except ImportError:
+        raise MissingDependency("--format bin needs torch: pip install 'lazyzero[torch]'") from None
+    return torch
+
+
+def write_skeleton(path: Path, shard: Shard) -> None:
+    """Writes the archive of `shard` to `path`, all but the tensors' bytes; tied names share one storage."""
+    torch = require_torch()
+    offsets, total = {}, 0
+    for name, placeholder in shard.entries:
+        if placeholder.tied_to not in offsets:
+            offsets[name] = total
+            total += placeholder.nbytes + -placeholder.nbytes % _ALIGN
+    nothing = mmap.mmap(-1, max(total, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+    tensors: dict[str, Any] = {}
+    for name, placeholder in shard.entries:
+        if name in offsets:
+            tensors[name] = _hollow(torch, nothing, offsets[name], placeholder)
+        else:
+            tensors[name] = tensors[str(placeholder.tied_to)]
+    skip = getattr(torch.serialization, "skip_data", contextlib.nullcontext)
+    try:
+        with skip(), path.open("xb") as file:
+            torch.save(tensors, file)
+    except OSError as error:
+        raise WriteError(f"{path}: could not be written: {error.strerror}") from None
+
+
+def _hollow(torch: Any, memory: mmap.mmap, offset: int, placeholder: Placeholder) -> Any:
+    dtype = getattr(torch, placeholder.dtype.name)
+    if not placeholder.numel:
+        return torch.empty(placeholder.shape, dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that the memory is read-only, which is the point
+        flat = torch.frombuffer(memory, dtype=dtype, count=placeholder.numel, offset=offset)
+    return flat.reshape(placeholder.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """A written skeleton: where each storage's data goes, by the first of its names."""
+
+    places: tuple[Place, ...]
+    entries: tuple[int, ...]  # byte offset of each place's central directory entry
+
+
+def read_skeleton(path: Path, shard: Shard) -> Skeleton:
+    """Finds the places in the file `write_skeleton` wrote."""
+    refs = open_archive(path).root
+    members = read_directory(Source.open(path))
+    by_header = {member.header: member.entry for member in members.values()}
+    rows = []
+    for name, placeholder in shard.entries:
+        ref = refs[name]
+        if isinstance(ref, TensorRef) and placeholder.tied_to not in dict(shard.entries):
+            rows.append((Place(name, placeholder, ref.storage.offset), by_header[_header(ref.storage)]))
+    rows.sort(key=lambda row: row[0].offset)
+    return Skeleton(tuple(place for place, _ in rows), tuple(entry for _, entry in rows))
+
+
+def _header(storage: Storage) -> int:
+    assert storage.header is not None
+    return storage.header
+
+
+class Checksums:
+    """A Sink that passes everything on and keeps the CRC-32 of each place's bytes."""
+
+    sequential = False
+
+    def __init__(self, sink: FileSink, skeleton: Skeleton) -> None:
+        self._sink = sink
+        self._skeleton = skeleton
+        self._lock = threading.Lock()
+        self._parts: dict[int, tuple[int, int]] = {}  # offset -> (crc, length)
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Writes `data`, which lies within one place."""
+        crc = zlib.crc32(data)
+        with self._lock:
+            self._parts[offset] = (crc, len(data))
+        self._sink.write(offset, data)
+
+    def finish(self) -> None:
+        """Corrects the checksums, in the descriptors behind the data and in the directory, and publishes the file."""
+        for place, entry in zip(self._skeleton.places, self._skeleton.entries, strict=True):
+            crc, at, end = 0, place.offset, place.offset + place.placeholder.nbytes
+            while at < end:
+                part, length = self._parts.pop(at)
+                crc = combine(crc, part, length)
+                at += length
+            raw = memoryview(crc.to_bytes(4, "little"))
+            if self._sink.read(end, 4) == _DESCRIPTOR:
+                self._sink.write_in_place(end + 4, raw)
+            self._sink.write_in_place(entry + 16, raw)
+        self._sink.finish()
+
+    def abandon(self) -> None:
+        """Removes the unfinished file."""
+        self._sink.abandon()
