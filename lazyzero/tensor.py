@@ -159,9 +159,7 @@ class Absent:
     error: LazyZeroError
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
-        if self.error:
-            raise self.error
-        yield from ()
+        raise self.error
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,7 @@
+"""python -m lazyzero"""
+
+import sys
+
+from lazyzero.cli import main
+
+sys.exit(main())
