@@ -1,0 +1,45 @@
+# make demo   a small real checkpoint inspected, converted and verified (no torch)
+# make test   everything that is checked on every change
+# The virtual environment .venv is the project's own; constraints.txt pins what goes into it.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+DEMO := tests/data/b_z3_tied_triple/checkpoint
+
+.PHONY: demo test lint format bench bench-70b fuzz soak test-deepspeed clean
+
+demo: $(VENV)/.installed
+	rm -rf demo-out
+	$(BIN)/lazyzero inspect $(DEMO)
+	$(BIN)/lazyzero convert $(DEMO) demo-out --max-shard-size 5KB
+	$(BIN)/lazyzero verify $(DEMO) demo-out
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest --cov --cov-report=term
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(VENV)/bin/python setup.cfg constraints.txt
+	$(PIP) --editable .
+	touch $@
+
+# torch first and by itself: its pin decides which build is taken, whatever asks for it later.
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) torch
+	$(PIP) --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) demo-out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
