@@ -1,13 +1,21 @@
-"""Reads many small byte ranges with few calls: what is adjacent in a file is read at once, into its several places."""
+"""Reads many small byte ranges with few calls: what is adjacent in a file is read at once, into its several places.
+
+Two ways give the same bytes. `pread` copies explicitly: a page fault costs a round trip on network file systems, and a
+file truncated under a mapping kills the process. `mmap` copies out of a short mapping, for hosts where that is faster.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Final, TypeVar
 
+from lazyzero.container.mapped import map_range
 from lazyzero.container.objects import Storage
 from lazyzero.container.source import POOL, Source
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,42 +27,77 @@ class Want:
     into: memoryview
 
 
-def read_all(wants: Iterable[Want], *, release: bool = False) -> int:
+def read_all(wants: Iterable[Want], *, io: str = "pread", release: bool = False) -> int:
     """Fills every want; with `release` the pages read leave the page cache. Returns the number of bytes read.
 
     A ZeRO-3 window of a few MB touches every rank, a few KB each, and consecutive parameters are neighbours on each
     rank: sorted by place, most of the reads of a window become one per file.
     """
-    by_source: dict[Source, list[tuple[int, memoryview]]] = {}
-    total = 0
-    for want in wants:
-        if len(want.into):
-            by_source.setdefault(want.storage.source, []).append((want.storage.offset + want.start, want.into))
-            total += len(want.into)
-    for source, places in by_source.items():
-        places.sort(key=lambda place: place[0])
-        for offset, views in _runs(places):
-            source.read_into(views, offset)
+    copy, total = READERS[io], 0
+    for source, places in _by_source((want.storage, want.start, len(want.into), want.into) for want in wants).items():
+        for offset, nbytes, views in _runs(places):
+            copy(source, offset, views)
+            total += nbytes
             if release:
-                forget(source, offset, sum(map(len, views)))
+                _advise(source, offset, nbytes, os.POSIX_FADV_DONTNEED)
     return total
 
 
-def _runs(places: list[tuple[int, memoryview]]) -> Iterable[tuple[int, list[memoryview]]]:
-    start, end, views = places[0][0], places[0][0], list[memoryview]()
-    for offset, view in places:
+def announce(ranges: Iterable[tuple[Storage, int, int]]) -> None:
+    """Has the kernel fetch byte ranges (storage, start, bytes) that will be read soon."""
+    found = _by_source((storage, start, nbytes, None) for storage, start, nbytes in ranges)
+    if len(found) > POOL.limit:
+        return  # opening every file once more costs more than it gains
+    for source, places in found.items():
+        for offset, nbytes, _ in _runs(places):
+            _advise(source, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
+
+def _by_source(ranges: Iterable[tuple[Storage, int, int, T]]) -> dict[Source, list[tuple[int, int, T]]]:
+    """(file offset, bytes, item) of every range that is not empty, in file order, by file."""
+    found: dict[Source, list[tuple[int, int, T]]] = {}
+    for storage, start, nbytes, item in ranges:
+        if nbytes:
+            found.setdefault(storage.source, []).append((storage.offset + start, nbytes, item))
+    for places in found.values():
+        places.sort(key=lambda place: place[0])
+    return found
+
+
+def _runs(places: list[tuple[int, int, T]]) -> Iterator[tuple[int, int, list[T]]]:
+    """Adjacent ranges joined: (offset, bytes, items in order)."""
+    start, end, items = places[0][0], places[0][0], list[T]()
+    for offset, nbytes, item in places:
         if offset != end:
-            yield start, views
-            start, views = offset, []
-        views.append(view)
-        end = offset + len(view)
-    yield start, views
+            yield start, end - start, items
+            start, items = offset, []
+        items.append(item)
+        end = offset + nbytes
+    yield start, end - start, items
 
 
-def forget(source: Source, offset: int, nbytes: int) -> None:
-    """Lets the pages of a byte range leave the page cache; a hint, so refusals do not matter."""
+def _pread(source: Source, offset: int, views: list[memoryview]) -> None:
+    source.read_into(views, offset)
+
+
+def _mmap(source: Source, offset: int, views: list[memoryview]) -> None:
+    mapped = map_range(source, offset, sum(map(len, views)))
+    if mapped is None:
+        _pread(source, offset, views)
+        return
+    mapping, at = mapped
+    with mapping, memoryview(mapping) as window:
+        for view in views:
+            view[:] = window[at : at + len(view)]
+            at += len(view)
+
+
+READERS: Final[dict[str, Callable[[Source, int, list[memoryview]], None]]] = {"pread": _pread, "mmap": _mmap}
+
+
+def _advise(source: Source, offset: int, nbytes: int, advice: int) -> None:
     with POOL.lease(source) as fd:
         try:
-            os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
-        except OSError:
+            os.posix_fadvise(fd, offset, nbytes, advice)
+        except OSError:  # a hint: a file system may not know it
             return

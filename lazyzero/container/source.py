@@ -38,7 +38,7 @@ class DescriptorPool:
     """Keeps the most recently read files open, up to a limit; safe to use from several threads."""
 
     def __init__(self, limit: int | None = None) -> None:
-        self._limit = limit or _descriptor_budget()
+        self.limit = limit or _descriptor_budget()
         self._open: OrderedDict[Source, _Lease] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -59,7 +59,7 @@ class DescriptorPool:
                 lease.users += 1
                 self._open.move_to_end(source)
                 return lease
-            self._evict(self._limit - 1)
+            self._evict(self.limit - 1)
             lease = _Lease(source._open_checked())
             self._open[source] = lease
             return lease

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from lazyzero.cast import cast
-from lazyzero.container.reader import read_all
+from lazyzero.container.objects import Storage
+from lazyzero.container.reader import announce, read_all
 from lazyzero.dtypes import DType
 from lazyzero.export.sink import Sink
 from lazyzero.gather import wants
@@ -82,7 +83,8 @@ def windows(segments: Iterable[Segment], size: int) -> Iterator[list[Part]]:
 class Buffers:
     """One worker's memory: what is read, and what it becomes; allocated once, `size` bytes each."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, io: str = "pread") -> None:
+        self._io = io
         self._raw = np.empty(size + 64, np.uint8)
         self._out: np.ndarray | None = None
         self._size = size
@@ -127,6 +129,7 @@ class Buffers:
                 for part, place in zip(parts, places, strict=True)
                 for want in wants(part.segment.tensor, part.start, part.stop, place)
             ),
+            io=self._io,
             release=release,
         )
         return places
@@ -148,6 +151,7 @@ def pump(
     *,
     window: int,
     workers: int = 1,
+    io: str = "pread",
     release: bool = True,
     observe: Observe | None = None,
     wrote: Callable[[int], None] = lambda count: None,
@@ -160,7 +164,7 @@ def pump(
     queue = _Queue(windows(segments, window))
 
     def work() -> None:
-        buffers = Buffers(window)
+        buffers = Buffers(window, io)
         while (parts := queue.next()) is not None:
             data = buffers.fill(parts, release=release, observe=observe)
             sink.write(parts[0].segment.offset + parts[0].start * parts[0].segment.dtype.itemsize, data)
@@ -173,20 +177,35 @@ def pump(
 
 
 class _Queue:
-    """Hands out windows in file order to several workers."""
+    """Hands out windows in file order to several workers, and has the kernel fetch the one after ahead of its use."""
 
     def __init__(self, items: Iterator[list[Part]]) -> None:
         self._items = items
+        self._ahead: list[Part] | None = None
         self._lock = threading.Lock()
 
     def next(self) -> list[Part] | None:
         """The next window, None at the end or after a stop."""
         with self._lock:
-            return next(self._items, None)
+            taken = self._ahead or next(self._items, None)
+            self._ahead = next(self._items, None)
+            ahead = self._ahead
+        if ahead is not None:
+            announce(place for part in ahead for place in ranges(part))
+        return taken
 
     def end(self) -> None:
         """Lets every worker finish its window and no other."""
-        self._items = iter(())
+        with self._lock:
+            self._items, self._ahead = iter(()), None
+
+
+def ranges(part: Part) -> Iterator[tuple[Storage, int, int]]:
+    """The byte ranges (storage, start, bytes) a part will be read from, all but strided ones."""
+    size = part.segment.tensor.dtype.itemsize
+    for piece in part.segment.tensor.pieces(part.start, part.stop):
+        if piece.shape is None:
+            yield piece.storage, piece.start, piece.count * size
 
 
 def _in_threads(work: Callable[[], None], count: int, queue: _Queue) -> None:
