@@ -2,10 +2,23 @@
 
 from lazyzero.checkpoint import Checkpoint, open_checkpoint
 from lazyzero.errors import LazyZeroError
-from lazyzero.export.report import Report
-from lazyzero.export.run import convert
+from lazyzero.export.api import convert, stream
+from lazyzero.export.report import Finished, Report
 from lazyzero.tensor import LazyTensor, Placeholder
+from lazyzero.verify import Verification, verify
 
 __version__ = "0.1.0"
 
-__all__ = ["Checkpoint", "LazyTensor", "LazyZeroError", "Placeholder", "Report", "convert", "open_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "Finished",
+    "LazyTensor",
+    "LazyZeroError",
+    "Placeholder",
+    "Report",
+    "Verification",
+    "convert",
+    "open_checkpoint",
+    "stream",
+    "verify",
+]

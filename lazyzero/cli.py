@@ -7,141 +7,35 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NoReturn
+from contextlib import ExitStack
+from typing import NoReturn
 
-import lazyzero
+from lazyzero.arguments import build_parser
 from lazyzero.checkpoint import Checkpoint, open_checkpoint
 from lazyzero.errors import InvalidRequest, LazyZeroError
-from lazyzero.export import options as export_options
+from lazyzero.export.api import export
+from lazyzero.export.finite import FiniteWatch
 from lazyzero.export.hook import run_command
+from lazyzero.export.options import Options, make_options
 from lazyzero.export.progress import Progress, for_stream
-from lazyzero.export.report import Finished, Report
-from lazyzero.export.run import make_report, shards, to_pipe
+from lazyzero.export.report import Report
+from lazyzero.export.run import to_pipe
+from lazyzero.export.trace import MemoryTrace
 from lazyzero.export.units import show_size, show_time
 from lazyzero.inspection import describe, show
-
-EXAMPLES = """\
-examples:
-  lazyzero inspect checkpoint-500                  what is in it, what a conversion would give
-  lazyzero convert checkpoint-500 out              fp32 safetensors in shards of 5GB, with an index
-  lazyzero convert checkpoint-500 out --dtype bf16 --max-shard-size 2GB
-  lazyzero convert checkpoint-500 - > model.safetensors
-  lazyzero verify checkpoint-500 out               compare every element again
-An interrupted conversion goes on when the same command is given again.
-"""
 
 
 class Terminated(BaseException):
     """SIGTERM, raised where the main thread is, so that everything is taken back on the way out."""
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line."""
-    parser = argparse.ArgumentParser(
-        prog="lazyzero",
-        description="Turns DeepSpeed ZeRO checkpoints into plain weights, in constant memory, without DeepSpeed.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"lazyzero {lazyzero.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    _inspect_parser(commands)
-    _convert_parser(commands)
-    _verify_parser(commands)
-    return parser
-
-
-def _source_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "checkpoint", help="a directory with `latest`, such as checkpoint-500, or a tag directory in it"
-    )
-    parser.add_argument("--tag", help="which tag to take, where there are several")
-    parser.add_argument("--exclude-frozen", action="store_true", help="leave out parameters that were not trained")
-
-
-def _output_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--dtype",
-        default="fp32",
-        choices=("fp32", "bf16", "fp16", "keep"),
-        help="floating type of all weights (default fp32); keep: as stored",
-    )
-    parser.add_argument(
-        "--format",
-        default="safetensors",
-        choices=("safetensors", "bin"),
-        help="file format (default safetensors); bin needs torch",
-    )
-    parser.add_argument(
-        "--max-shard-size",
-        default=export_options.DEFAULT_SHARD,
-        metavar="SIZE",
-        help="such as 5GB (default), 500MB or 2GiB; none: one file",
-    )
-    parser.add_argument(
-        "--tied",
-        default="clone",
-        choices=("clone", "drop"),
-        help="tied weights in safetensors: under every name (default), or under the owner's only",
-    )
-    parser.add_argument(
-        "--max-memory",
-        metavar="SIZE",
-        help="what the whole process may have resident (default 64MiB; bin: more, for torch)",
-    )
-    parser.add_argument("--workers", default="auto", metavar="N", help="threads that read, cast and write (default auto)")  # fmt: skip
-
-
-def _inspect_parser(commands: Any) -> None:
-    parser = commands.add_parser("inspect", help="show what a checkpoint holds and what a conversion would need")
-    _source_arguments(parser)
-    _output_arguments(parser)
-    parser.add_argument("--tensors", action="store_true", help="list every tensor")
-    parser.add_argument("--json", action="store_true", help="machine-readable")
-    parser.set_defaults(run=run_inspect)
-
-
-def _convert_parser(commands: Any) -> None:
-    parser = commands.add_parser("convert", help="write plain weights")
-    _source_arguments(parser)
-    parser.add_argument("output", help="directory to write to; - streams one safetensors file to standard output")
-    _output_arguments(parser)
-    parser.add_argument("--overwrite", action="store_true", help="replace weight files in the output directory")
-    parser.add_argument("--force", action="store_true", help="go on though the disk seems too small")
-    parser.add_argument(
-        "--no-self-check", action="store_true", help="do not compare with the 16-bit copy in the checkpoint"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="check and plan only, write nothing")
-    parser.add_argument("--on-shard", metavar="CMD", help="shell command run for each finished file, which may take it away; LAZYZERO_PATH, _INDEX, _COUNT say which")  # fmt: skip
-    parser.add_argument("--quiet", action="store_true", help="say nothing but errors")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON at the end")
-    parser.set_defaults(run=run_convert)
-
-
-def _verify_parser(commands: Any) -> None:
-    parser = commands.add_parser("verify", help="compare every element of an output with its checkpoint")
-    _source_arguments(parser)
-    parser.add_argument("output", help="the directory that was written to")
-    parser.add_argument(
-        "--dtype", choices=("fp32", "bf16", "fp16", "keep"), help="what the output should have (default: what it has)"
-    )
-    parser.add_argument(
-        "--no-self-check", action="store_true", help="do not compare the checkpoint with its own 16-bit copy"
-    )
-    parser.add_argument("--workers", type=int, default=2, metavar="N", help="threads (default 2)")
-    parser.add_argument("--json", action="store_true", help="machine-readable")
-    parser.set_defaults(run=run_verify)
-
-
 def _open(args: argparse.Namespace) -> Checkpoint:
     return open_checkpoint(args.checkpoint, tag=args.tag, exclude_frozen=args.exclude_frozen)
 
 
-def _options(args: argparse.Namespace) -> export_options.Options:
-    return export_options.make_options(
+def _options(args: argparse.Namespace) -> Options:
+    return make_options(
         dtype=args.dtype,
         format=args.format,
         max_shard_size=args.max_shard_size,
@@ -151,6 +45,8 @@ def _options(args: argparse.Namespace) -> export_options.Options:
         self_check=not getattr(args, "no_self_check", False),
         max_memory=args.max_memory,
         workers=args.workers,
+        io=args.io,
+        checksum=getattr(args, "checksum", None),
     )
 
 
@@ -167,17 +63,29 @@ def run_convert(args: argparse.Namespace) -> int:
     """`lazyzero convert`."""
     options = _options(args)
     progress = for_stream(quiet=args.quiet)
-    began = time.monotonic()
-    with _open(args) as checkpoint:
+    hook = (lambda finished: run_command(args.on_shard, finished)) if args.on_shard else None
+    with ExitStack() as stack:
+        if args.memory_trace:
+            stack.enter_context(MemoryTrace(args.memory_trace))
+        checkpoint = stack.enter_context(_open(args))
         if args.dry_run:
             print(show(describe(checkpoint, options, tensors=False)))
             return 0
         _warn(checkpoint, progress)
         if args.output == "-":
-            _to_stdout(checkpoint, options, progress)
+            _to_stdout(checkpoint, args, options, progress)
             return 0
-        done = _write(checkpoint, args, options, progress)
-        report = make_report(checkpoint, args.output, options, done, time.monotonic() - began)
+        report = export(
+            checkpoint,
+            args.output,
+            options,
+            verify=args.verify,
+            check_finite=args.check_finite,
+            progress=progress,
+            on_shard=hook,
+        )
+    for warning in report.warnings[len(checkpoint.warnings) :]:
+        progress.note(f"warning: {warning}")
     if args.json:
         print(json.dumps(report.as_dict(), indent=2))
     elif not args.quiet:
@@ -185,22 +93,15 @@ def run_convert(args: argparse.Namespace) -> int:
     return 0
 
 
-def _write(
-    checkpoint: Checkpoint, args: argparse.Namespace, options: export_options.Options, progress: Progress
-) -> list[Finished]:
-    done = []
-    files = shards(checkpoint, Path(args.output), options, progress=progress, taken_away=bool(args.on_shard))
-    for finished in files:
-        done.append(finished)
-        if args.on_shard and not finished.resumed:
-            run_command(args.on_shard, finished)
-    return done
-
-
-def _to_stdout(checkpoint: Checkpoint, options: export_options.Options, progress: Progress) -> None:
+def _to_stdout(checkpoint: Checkpoint, args: argparse.Namespace, options: Options, progress: Progress) -> None:
+    if args.verify or args.on_shard or args.json:
+        raise InvalidRequest("--verify, --on-shard and --json need a directory to write to, not standard output")
     if sys.stdout.isatty():
         raise InvalidRequest("standard output is a terminal; redirect it: lazyzero convert CKPT - > model.safetensors")
-    to_pipe(checkpoint, sys.stdout.fileno(), options, progress=progress)
+    watch = FiniteWatch() if args.check_finite else None
+    to_pipe(checkpoint, sys.stdout.fileno(), options, progress=progress, observe=watch)
+    for finding in watch.findings() if watch else ():
+        progress.note(f"warning: {finding}")
 
 
 def _warn(checkpoint: Checkpoint, progress: Progress) -> None:
@@ -227,6 +128,8 @@ def summary(report: Report) -> str:
     ]
     if report.resumed:
         lines.append(f"{report.resumed} of them were finished by an earlier run")
+    if report.verified:
+        lines.append("verified: every element was read back and is right")
     if report.checked:
         lines.append(f"self-check: samples of {report.checked} tensors agree with the training copy")
     return "\n".join(lines)
@@ -255,6 +158,9 @@ def run_verify(args: argparse.Namespace) -> int:
     return 0 if result.ok else 1
 
 
+_RUN = {"inspect": run_inspect, "convert": run_convert, "verify": run_verify}
+
+
 def _on_terminate(number: int, frame: object) -> NoReturn:
     raise Terminated
 
@@ -272,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     before = signal.signal(signal.SIGTERM, _on_terminate)
     try:
-        code: int = args.run(args)
+        code = _RUN[args.command](args)
         sys.stdout.flush()
         return code
     except InvalidRequest as error:
@@ -288,6 +194,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # Whoever read our output went away; standard output must not be flushed again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+    except (OSError, MemoryError) as error:  # nobody below made more of it
+        print(f"lazyzero: error: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -25,16 +25,17 @@ class Budget:
     workers: int
 
 
-def allot(max_memory: int | None, workers: int | None, *, resident: int | None = None) -> Budget:
-    """Windows and workers that keep the process within `max_memory` bytes (None: the default, where it can be kept).
+def allot(max_memory: int | None, workers: int | None, *, torch: bool, resident: int | None = None) -> Budget:
+    """Windows and workers that keep the process within `max_memory` bytes.
 
-    `resident` is what the process holds already. Raises InvalidRequest when an amount that was asked for cannot do,
-    saying the least that would.
+    None stands for the default, 64 MiB or what torch takes and 64 MiB on top, and is kept where it can be. `resident`
+    is what the process holds now. Raises InvalidRequest when an amount that was asked for cannot do, with the least
+    that would.
     """
-    held = resident if resident is not None else status().get("VmHWM", 40 << 20)
+    held = resident if resident is not None else status().get("VmRSS", 40 << 20)
     count = workers or min(2, os.cpu_count() or 1)
-    room = (max_memory or DEFAULT) - held - _SLACK
-    if workers is None and room < 2 * _BUFFERS * LEAST_WINDOW:
+    room = (max_memory or DEFAULT + (held if torch else 0)) - held - _SLACK
+    if workers is None and room < count * _BUFFERS * LEAST_WINDOW:
         count = 1
     window = room // (count * _BUFFERS)
     if window < LEAST_WINDOW and max_memory is not None:

@@ -17,7 +17,7 @@ from typing import Any
 from lazyzero.container.archive import Archive
 from lazyzero.errors import OutputRefused
 from lazyzero.export.plan import Plan
-from lazyzero.export.sink import temporary, write_small
+from lazyzero.export.sink import write_small
 
 NAME = ".lazyzero.json"
 _VERSION = 1
@@ -26,21 +26,30 @@ _BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class Done:
+    """A finished file: its size in bytes, and its SHA-256 where that was asked for."""
+
+    nbytes: int
+    sha256: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Journal:
-    """`identity` is what the shards depend on; `done` maps finished files to their sizes in bytes."""
+    """`identity` is what the shards depend on; `done` maps finished files to what is known of them."""
 
     identity: dict[str, Any]
-    done: dict[str, int] = field(default_factory=dict)
+    done: dict[str, Done] = field(default_factory=dict)
     finished: bool = False
 
-    def with_done(self, filename: str, nbytes: int) -> Journal:
+    def with_done(self, filename: str, done: Done) -> Journal:
         """The journal with one more finished file."""
-        return replace(self, done={**self.done, filename: nbytes})
+        return replace(self, done={**self.done, filename: done})
 
     def save(self, directory: Path) -> None:
         """Writes it whole and durable. Raises WriteError."""
-        record = {"version": _VERSION, "identity": self.identity, "done": self.done, "finished": self.finished}
-        write_small(directory / NAME, json.dumps(record, indent=1).encode(), replace_temporary=True)
+        done = {name: [one.nbytes, one.sha256] for name, one in self.done.items()}
+        record = {"version": _VERSION, "identity": self.identity, "done": done, "finished": self.finished}
+        write_small(directory / NAME, json.dumps(record, indent=1).encode())
 
 
 def identity_of(plan: Plan, settings: dict[str, object], archives: Iterable[Archive]) -> dict[str, Any]:
@@ -70,7 +79,7 @@ def load(directory: Path) -> Journal | None:
             record = json.loads(file.read(_LARGEST))
         if record["version"] != _VERSION:
             raise ValueError(f"version {record['version']}")
-        done = {str(name): int(size) for name, size in record["done"].items()}
+        done = {str(name): Done(int(nbytes), str(sha256)) for name, (nbytes, sha256) in record["done"].items()}
         return Journal(dict(record["identity"]), done, bool(record["finished"]))
     except FileNotFoundError:
         return None
@@ -102,9 +111,3 @@ def _how(old: list[Any], new: list[Any]) -> str:
     if old[0] != new[0]:
         return f"had {old[0]} bytes, now {new[0]}"
     return "has other metadata" if old[2] != new[2] else "was written anew"
-
-
-def leftovers(directory: Path) -> list[Path]:
-    """Temporary files an earlier run left."""
-    suffix = temporary(Path("x")).name.removeprefix("x")
-    return sorted(path for path in directory.glob(f"*{suffix}") if path.is_file())

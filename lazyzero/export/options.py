@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lazyzero import dtypes
+from lazyzero.container.reader import READERS
 from lazyzero.dtypes import DType
 from lazyzero.errors import InvalidRequest
 from lazyzero.export.plan import STEMS, Format, Tied
@@ -27,6 +28,8 @@ class Options:
     self_check: bool = True
     max_memory: int | None = None
     workers: int | None = None
+    io: str = "pread"
+    checksum: bool = False
 
     def settings(self) -> dict[str, object]:
         """What decides the bytes of the output, for the journal."""
@@ -49,6 +52,8 @@ def make_options(
     self_check: bool = True,
     max_memory: str | int | None = None,
     workers: int | str | None = None,
+    io: str = "auto",
+    checksum: str | None = None,
 ) -> Options:
     """Options from what users write. Raises InvalidRequest naming the value and what would do."""
     if format not in STEMS:
@@ -67,6 +72,8 @@ def make_options(
         self_check=self_check,
         max_memory=None if max_memory is None else parse_size(max_memory),
         workers=_workers(workers),
+        io=_io(io),
+        checksum=_checksum(checksum),
     )
 
 
@@ -86,3 +93,16 @@ def _workers(value: int | str | None) -> int | None:
     if not 1 <= count <= 256:
         raise InvalidRequest(f"workers {value!r} is not 'auto' or a number from 1 to 256")
     return count
+
+
+def _io(value: str) -> str:
+    """`auto` reads explicitly: no slower on local disks, far faster over networks, and safe when a file shrinks."""
+    if value != "auto" and value not in READERS:
+        raise InvalidRequest(f"io {value!r} is not one of auto, {', '.join(READERS)}")
+    return "pread" if value == "auto" else value
+
+
+def _checksum(value: str | None) -> bool:
+    if value not in (None, "sha256"):
+        raise InvalidRequest(f"checksum {value!r} is not sha256")
+    return value is not None

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lazyzero.errors import NotEnoughSpace, OutputRefused
 from lazyzero.export import journal
-from lazyzero.export.sink import write_error
+from lazyzero.export.sink import TEMPORARY, write_error
 from lazyzero.export.units import show_size
 
 # Files this program writes, and the only ones `overwrite` removes.
@@ -93,6 +93,16 @@ def clear(output: Path) -> None:
             (output / name).unlink()
         except OSError as error:
             raise write_error(output / name, "removed", error) from None
+
+
+def sweep(output: Path) -> None:
+    """Removes the temporary files of an interrupted run."""
+    for path in output.glob(f"*{TEMPORARY}"):
+        if is_ours(path.name.removesuffix(TEMPORARY)):
+            try:
+                path.unlink()
+            except OSError as error:
+                raise write_error(path, "removed", error) from None
 
 
 def _removal_order(name: str) -> tuple[bool, bool, str]:

@@ -23,7 +23,7 @@ class Report:
     """`files` in the order written, the index last; `nbytes` of all of them; `peak_rss` in bytes, of the process.
 
     `missing` are names that the checkpoint mentions and no file holds; `checked` counts the tensors whose sample was
-    compared with the training copy; `resumed` counts files that an earlier run had finished.
+    compared with the training copy, `verified` says that every element was read back; `resumed` counts files that an earlier run had finished.
     """
 
     output: str
@@ -34,6 +34,7 @@ class Report:
     seconds: float
     peak_rss: int
     checked: int
+    verified: bool
     resumed: int
     tied: dict[str, str]
     missing: dict[str, str]

@@ -161,11 +161,8 @@ class PipeSink:
         """Nothing to take back."""
 
 
-def write_small(path: Path, data: bytes, *, replace_temporary: bool = False) -> None:
+def write_small(path: Path, data: bytes) -> None:
     """Writes a small file whole and durable. Raises WriteError."""
-    if replace_temporary:
-        with contextlib.suppress(OSError):
-            temporary(path).unlink()
     sink = FileSink(path, len(data))
     try:
         sink.write(0, memoryview(data))

@@ -21,7 +21,7 @@ from lazyzero.export.sink import Sink
 from lazyzero.gather import wants
 from lazyzero.tensor import LazyTensor
 
-Observe = Callable[[str, np.ndarray], None]
+Observe = Callable[[LazyTensor, np.ndarray], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Buffers:
         raws = self._read(parts, release=release, packed=plain)
         if observe is not None:
             for part, raw in zip(parts, raws, strict=True):
-                observe(part.segment.tensor.name, raw.view(part.segment.tensor.dtype.numpy))
+                observe(part.segment.tensor, raw.view(part.segment.tensor.dtype.numpy))
         total = sum(part.output_bytes for part in parts)
         if plain:
             return self._raw[:total].data

@@ -12,6 +12,7 @@ import mmap
 import threading
 import warnings
 import zlib
+from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,35 +102,50 @@ def _header(storage: Storage) -> int:
 
 
 class Checksums:
-    """A Sink that passes everything on and keeps the CRC-32 of each place's bytes."""
+    """A Sink that passes everything on and, when a place is full, corrects the checksum the archive has for it."""
 
     sequential = False
 
     def __init__(self, sink: FileSink, skeleton: Skeleton) -> None:
+        self.path = sink.path
         self._sink = sink
         self._skeleton = skeleton
+        self._starts = [place.offset for place in skeleton.places]
         self._lock = threading.Lock()
-        self._parts: dict[int, tuple[int, int]] = {}  # offset -> (crc, length)
+        self._parts: dict[int, dict[int, tuple[int, int]]] = {}  # place -> offset -> (crc, length)
+        self._filled: dict[int, int] = {}  # place -> bytes
 
     def write(self, offset: int, data: memoryview) -> None:
         """Writes `data`, which lies within one place."""
         crc = zlib.crc32(data)
-        with self._lock:
-            self._parts[offset] = (crc, len(data))
         self._sink.write(offset, data)
+        number = bisect_right(self._starts, offset) - 1
+        place = self._skeleton.places[number]
+        with self._lock:
+            parts = self._parts.setdefault(number, {})
+            parts[offset] = (crc, len(data))
+            self._filled[number] = self._filled.get(number, 0) + len(data)
+            if self._filled[number] < place.placeholder.nbytes:
+                return
+            del self._parts[number]
+        self._correct(place, self._skeleton.entries[number], parts)
+
+    def _correct(self, place: Place, entry: int, parts: dict[int, tuple[int, int]]) -> None:
+        """Puts the checksum in the descriptor behind the data and in the directory."""
+        crc = 0
+        for _, (part, length) in sorted(parts.items()):
+            crc = combine(crc, part, length)
+        raw, end = memoryview(crc.to_bytes(4, "little")), place.offset + place.placeholder.nbytes
+        if self._sink.read(end, 4) == _DESCRIPTOR:
+            self._sink.write_in_place(end + 4, raw)
+        self._sink.write_in_place(entry + 16, raw)
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Up to `count` bytes of what stands at `offset`."""
+        return self._sink.read(offset, count)
 
     def finish(self) -> None:
-        """Corrects the checksums, in the descriptors behind the data and in the directory, and publishes the file."""
-        for place, entry in zip(self._skeleton.places, self._skeleton.entries, strict=True):
-            crc, at, end = 0, place.offset, place.offset + place.placeholder.nbytes
-            while at < end:
-                part, length = self._parts.pop(at)
-                crc = combine(crc, part, length)
-                at += length
-            raw = memoryview(crc.to_bytes(4, "little"))
-            if self._sink.read(end, 4) == _DESCRIPTOR:
-                self._sink.write_in_place(end + 4, raw)
-            self._sink.write_in_place(entry + 16, raw)
+        """Publishes the file."""
         self._sink.finish()
 
     def abandon(self) -> None:
