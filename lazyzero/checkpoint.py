@@ -8,6 +8,7 @@ from types import TracebackType
 
 from lazyzero.container.archive import Archive
 from lazyzero.container.source import POOL, Source
+from lazyzero.layout import moments
 from lazyzero.layout.contents import Check, Contents
 from lazyzero.layout.discover import find_tag_dir, list_files
 from lazyzero.layout.found import Found
@@ -102,13 +103,19 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
 
 def open_checkpoint(
-    path: str | os.PathLike[str], *, tag: str | None = None, exclude_frozen: bool = False
+    path: str | os.PathLike[str],
+    *,
+    tag: str | None = None,
+    exclude_frozen: bool = False,
+    state: str | None = None,
 ) -> Checkpoint:
     """Opens a DeepSpeed checkpoint: a root with `latest`, a root with one tag, or a tag directory.
 
-    With `exclude_frozen`, parameters that were not trained are left out. Raises CheckpointNotFound,
+    With `exclude_frozen`, parameters that were not trained are left out. With `state` ("exp_avg" or "exp_avg_sq") the
+    tensors are the optimizer's moments under the names of the parameters it trains, and nothing else. Raises CheckpointNotFound,
     AmbiguousCheckpoint, MissingFiles, BrokenArchive, InconsistentCheckpoint or UnsupportedLayout.
     """
     directory = find_tag_dir(path, tag)
-    contents = read_contents(Found(list_files(directory), exclude_frozen=exclude_frozen))
+    found = Found(list_files(directory), exclude_frozen=exclude_frozen, state=moments.requested(state))
+    contents = read_contents(found)
     return Checkpoint(os.fspath(path), os.fspath(directory), contents)

@@ -15,6 +15,7 @@ class Found:
 
     files: FileSet
     exclude_frozen: bool = False
+    state: str | None = None  # "exp_avg" or "exp_avg_sq": the optimizer's moments in place of the weights
 
     @cached_property
     def optimizer(self) -> Optimizer:

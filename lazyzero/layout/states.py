@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -139,6 +140,14 @@ def version_of(root: Mapping[str, Any]) -> str | None:
     """The recorded `ds_version`."""
     version = root.get("ds_version")
     return version if isinstance(version, str) else None
+
+
+def older(version: str | None, than: tuple[int, int, int]) -> bool:
+    """Whether a recorded `ds_version` is before `than`; versions before 0.4.0 are not recorded."""
+    if version is None:
+        return True
+    numbers = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+    return numbers is not None and tuple(int(number or 0) for number in numbers.groups()) < than
 
 
 def _shapes(path: str, value: Any, what: str) -> Shapes:

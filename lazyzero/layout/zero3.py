@@ -13,13 +13,15 @@ import os
 from lazyzero.container.archive import Archive
 from lazyzero.container.objects import TensorRef
 from lazyzero.errors import InconsistentCheckpoint, LazyZeroError, MissingFiles, UnsupportedLayout
+from lazyzero.layout import moments
 from lazyzero.layout.contents import Contents, assemble
 from lazyzero.layout.found import Found
 from lazyzero.layout.ranks import Optimizer, spans
-from lazyzero.layout.states import ModelStates, OptimStates, Shapes, read_model, read_shapes
+from lazyzero.layout.states import ModelStates, OptimStates, Shapes, older, read_model, read_shapes
 from lazyzero.tensor import Absent, Chain, LazyTensor, Striped
 
 FLATS = "fp32_flat_groups"
+MOMENTS = True
 
 
 def matches(found: Found) -> bool:
@@ -42,7 +44,7 @@ def read(found: Found) -> Contents:
     groups = model.param_shapes or read_shapes(optimizer.ranks[0].path, optimizer.ranks[0].root.get("param_shapes"))
     _refuse_early(model, groups)
     shapes: Shapes = {name: shape for group in groups or () for name, shape in group.items()}
-    trainable = _trainable(optimizer, shapes)
+    trainable = _trainable(optimizer, shapes, found.state)
     frozen, archives = _frozen(model, paths, optimizer.world_size)
     frozen = {name: tensor for name, tensor in frozen.items() if name not in trainable}
     assembly = assemble(
@@ -62,19 +64,19 @@ def read(found: Found) -> Contents:
 
 
 def _refuse_early(model: ModelStates, groups: list[Shapes] | None) -> None:
-    """Before 0.4 the recorded order is the module's, not that of the flats, and nothing is left to check it by."""
+    """Before 0.4.3 the recorded order is the module's, not that of the flats, and nothing is left to check it by."""
     if groups is None:
         raise UnsupportedLayout(f"{model.path}: `param_shapes` is in no file; the order of the parameters is unknown")
-    if model.version is None or model.version.startswith(("0.3.", "0.4.0", "0.4.1", "0.4.2", "0.4.3")):
+    if older(model.version, (0, 4, 3)):
         raise UnsupportedLayout(
-            f"{model.path}: ZeRO-3 files of DeepSpeed before 0.4.4 (here {model.version or 'older than 0.4'}) do not record "
+            f"{model.path}: ZeRO-3 files of DeepSpeed before 0.4.3 (here {model.version or 'older than 0.4'}) do not record "
             "the order of their parameters; load them with that version and save a state dict"
         )
 
 
-def _trainable(optimizer: Optimizer, shapes: Shapes) -> dict[str, LazyTensor]:
+def _trainable(optimizer: Optimizer, shapes: Shapes, state: str | None) -> dict[str, LazyTensor]:
     world = optimizer.world_size
-    chains = tuple(_chain(rank) for rank in optimizer.ranks)
+    chains = tuple(_chain(rank, state) for rank in optimizer.ranks)
     tensors: dict[str, LazyTensor] = {}
     at = 0
     for name, shape in shapes.items():
@@ -92,8 +94,8 @@ def _trainable(optimizer: Optimizer, shapes: Shapes) -> dict[str, LazyTensor]:
     return tensors
 
 
-def _chain(rank: OptimStates) -> Chain:
-    flats = rank.flats(FLATS)
+def _chain(rank: OptimStates, state: str | None) -> Chain:
+    flats = rank.flats(FLATS) if state is None else moments.zero3_flats(rank, state)
     dtypes = {flat.dtype for flat in flats if flat.numel} or {flat.dtype for flat in flats[:1]}
     if len(dtypes) != 1:
         found = ", ".join(sorted(map(str, dtypes))) or "no group at all"
