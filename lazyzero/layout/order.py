@@ -48,8 +48,8 @@ def recover(model: ModelStates, chains: list[Chain], names: set[str] | None) -> 
             version = model.version or "0.3 or older"
             raise UnsupportedLayout(
                 f"{model.path}: DeepSpeed {version} does not record the order of the parameters in its flat groups, and "
-                f"for group {index} ({chain.total} elements) the 16-bit copies in `module` do not decide it; "
-                "load the checkpoint with that version and save a state dict"
+                f"for group {index} ({chain.total} elements) the 16-bit copies in `module` do not decide it; if no rank's file is "
+                "missing, load the checkpoint with that version and save a state dict"
             )
         groups.append(group)
     return groups

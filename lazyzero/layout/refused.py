@@ -7,8 +7,6 @@ from typing import NoReturn
 from lazyzero.errors import UnsupportedLayout
 from lazyzero.layout.found import Found
 
-OLD_ZERO1 = "local_sub_partitions_of_fp32_groups"
-
 
 def matches(found: Found) -> bool:
     """Whether one of the refusals below applies."""
@@ -37,6 +35,4 @@ def _reason(found: Found) -> str | None:
     )
     if len(parallel) > 1:
         return f"a tensor-parallel checkpoint (model-parallel ranks {sorted(parallel)}), which is not supported yet"
-    if files.optim and OLD_ZERO1 in found.optimizer.ranks[0].state:
-        return "ZeRO-1 of DeepSpeed before 0.4 (local_sub_partitions_of_fp32_groups), which is not supported yet"
     return None

@@ -8,6 +8,8 @@ padding except in BF16_Optimizer's files, so the ranks' flats in rank order are 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from itertools import repeat
 
 from lazyzero.container.objects import TensorRef
 from lazyzero.errors import InconsistentCheckpoint, MissingFiles
@@ -47,7 +49,7 @@ def read(found: Found) -> Contents:
     trainable: dict[str, LazyTensor] = {}
     for index, (group, chain) in enumerate(zip(groups, stored, strict=True)):
         trainable.update(_group(optimizer.ranks, index, group, chain))
-    return deliver(found, model, trainable)
+    return deliver(found, model, trainable, stage=optimizer.stage)
 
 
 def model_states(found: Found) -> ModelStates:
@@ -59,14 +61,13 @@ def model_states(found: Found) -> ModelStates:
     return read_model(found.files.model[min(found.files.model)])
 
 
-def deliver(found: Found, model: ModelStates, trainable: dict[str, LazyTensor]) -> Contents:
-    """The contents, once the optimizer's parameters have been found."""
+def deliver(found: Found, model: ModelStates, trainable: dict[str, LazyTensor], *, stage: int | None) -> Contents:
+    """The contents, once the optimizer's parameters have been found; `stage` is None for BF16_Optimizer."""
     optimizer = found.optimizer
     frozen = {name: view(name, ref, "frozen") for name, ref in model.frozen.items() if name not in trainable}
     assembly = assemble(
         model, trainable, frozen, partitioned=False, why_missing="its values are in no file of the checkpoint"
     )
-    stage = optimizer.stage
     return Contents(
         layout=f"ZeRO-{stage}" if stage else "BF16_Optimizer",
         stage=stage if stage is not None else 1,
@@ -97,14 +98,19 @@ def _chain(path: str, views: list[TensorRef]) -> Chain:
 
 
 def _group(ranks: tuple[OptimStates, ...], index: int, shapes: Shapes, chain: Chain) -> dict[str, LazyTensor]:
-    paddings = _alignment(ranks[0], index, len(shapes))
+    tensors, needed = in_order(shapes, chain, _alignment(ranks[0], index, len(shapes)))
+    _account(ranks, index, needed=needed, found=chain.total)
+    return tensors
+
+
+def in_order(shapes: Shapes, chain: Chain, paddings: Iterable[int] = repeat(0)) -> tuple[dict[str, LazyTensor], int]:
+    """The parameters one after the other, each followed by its padding in elements, and where the last padding ends."""
     tensors: dict[str, LazyTensor] = {}
     at = 0
-    for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
+    for (name, shape), padding in zip(shapes.items(), paddings, strict=False):
         tensors[name] = LazyTensor(name, shape, Slice(chain, at), "trainable")
         at += math.prod(shape) + padding
-    _account(ranks, index, needed=at, found=chain.total)
-    return tensors
+    return tensors, at
 
 
 def _alignment(rank: OptimStates, group: int, count: int) -> list[int]:
