@@ -38,6 +38,7 @@ class FileSet:
     layers: list[str] = field(default_factory=list)
     universal: bool = False
     offloaded: bool = False
+    also: tuple[str, ...] = ()  # further directories of the same save that files were taken from
 
     @property
     def any(self) -> bool:

@@ -20,14 +20,10 @@ def read(found: Found) -> NoReturn:
 
 def _reason(found: Found) -> str | None:
     files = found.files
-    if files.universal:
-        return "a universal checkpoint (zero/<parameter>/fp32.pt), which is not supported yet; convert the one it was made from"
     if files.experts or files.expert_optim:
         return "a mixture-of-experts checkpoint (expert_*_model_states.pt), which is not supported yet"
     if files.layers:
         return "a pipeline checkpoint (layer_*-model_states.pt), which is not supported yet"
-    if files.offloaded:
-        return "the optimizer was offloaded to NVMe (offloaded_tensors/), which is not supported yet"
     parallel = (
         {mp for ranks in files.optim.values() for _, mp in ranks}
         | set(files.model)

@@ -6,12 +6,12 @@ from types import ModuleType
 from typing import Final
 
 from lazyzero.errors import MissingFiles, UnsupportedLayout
-from lazyzero.layout import moments, refused, zero0, zero1_old, zero3, zero12
+from lazyzero.layout import moments, nvme, refused, universal, zero0, zero1_old, zero3, zero12
 from lazyzero.layout.contents import Contents
 from lazyzero.layout.found import Found
 
 # Each has `matches(found) -> bool`, `read(found) -> Contents`, and `MOMENTS = True` where `read` honours `found.state`.
-LAYOUTS: Final[tuple[ModuleType, ...]] = (refused, zero3, zero12, zero1_old, zero0)
+LAYOUTS: Final[tuple[ModuleType, ...]] = (universal, refused, nvme, zero3, zero12, zero1_old, zero0)
 
 
 def read_contents(found: Found) -> Contents:

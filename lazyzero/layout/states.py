@@ -34,11 +34,16 @@ class ModelStates:
         return self.archive.path
 
 
-def read_model(path: str) -> ModelStates:
-    """Reads a model file's metadata. Raises BrokenArchive, InconsistentCheckpoint, UnsupportedLayout."""
+def read_model(path: str, *, without_module: bool = False) -> ModelStates:
+    """Reads a model file's metadata. Raises BrokenArchive, InconsistentCheckpoint, UnsupportedLayout.
+
+    `without_module` takes a pipeline's file, whose weights are elsewhere, as one with an empty `module`.
+    """
     archive = open_archive(path)
     root = _dict(path, archive.root, "the file")
     module = root.get("module")
+    if module is None and without_module:
+        module = {}
     if module is None:
         raise UnsupportedLayout(
             f"{path}: `module` is empty, as in pipeline checkpoints; that layout is not supported here"
