@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 
 from lazyzero.container.archive import Archive
 from lazyzero.container.source import POOL, Source
 from lazyzero.layout import moments
 from lazyzero.layout.contents import Check, Contents
-from lazyzero.layout.discover import find_tag_dir, list_files
+from lazyzero.layout.discover import find_tag_dir
 from lazyzero.layout.found import Found
 from lazyzero.layout.registry import read_contents
+from lazyzero.layout.union import list_all
 from lazyzero.tensor import LazyTensor
 
 
@@ -106,16 +107,19 @@ def open_checkpoint(
     path: str | os.PathLike[str],
     *,
     tag: str | None = None,
+    also: Sequence[str | os.PathLike[str]] = (),
     exclude_frozen: bool = False,
     state: str | None = None,
 ) -> Checkpoint:
     """Opens a DeepSpeed checkpoint: a root with `latest`, a root with one tag, or a tag directory.
 
+    `also` names further directories of the same save, for ranks that saved elsewhere (`use_node_local_storage`) or were
+    left in `tmp-checkpoint-*`: files are joined by rank, and what is there twice must be the same.
     With `exclude_frozen`, parameters that were not trained are left out. With `state` ("exp_avg" or "exp_avg_sq") the
     tensors are the optimizer's moments under the names of the parameters it trains, and nothing else. Raises CheckpointNotFound,
     AmbiguousCheckpoint, MissingFiles, BrokenArchive, InconsistentCheckpoint or UnsupportedLayout.
     """
     directory = find_tag_dir(path, tag)
-    found = Found(list_files(directory), exclude_frozen=exclude_frozen, state=moments.requested(state))
+    found = Found(list_all(directory, also), exclude_frozen=exclude_frozen, state=moments.requested(state))
     contents = read_contents(found)
     return Checkpoint(os.fspath(path), os.fspath(directory), contents)
