@@ -175,6 +175,11 @@ def _is_str(value: object) -> bool:
 
 
 def _dict(path: str, value: Any, what: str) -> dict[str, Any]:
+    if value == "":
+        raise UnsupportedLayout(
+            f"{path}: an empty stand-in, as DeepSpeed's Nebula engine leaves it; the data are in Nebula's own storage "
+            "(`persistent_storage_path`): load the checkpoint where it was trained and save it with `nebula` disabled"
+        )
     if not isinstance(value, dict):
         raise InconsistentCheckpoint(
             f"{path}: expected a dict in {what}, found {type(value).__name__}; not DeepSpeed's"

@@ -21,14 +21,14 @@ from lazyzero.layout.states import ModelStates, read_model
 _CHUNK = 4 << 20  # bytes compared at once
 
 
-def list_all(directory: Path, also: Iterable[str | os.PathLike[str]]) -> FileSet:
+def list_all(directory: Path, also: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> FileSet:
     """The files of a tag directory, joined with those of the same tag in further directories.
 
     Each of `also` is a root, which must have the tag, or a tag directory itself. Raises CheckpointNotFound,
     InconsistentCheckpoint for two files of one rank that differ, InvalidRequest for universal checkpoints.
     """
     files = list_files(directory)
-    for path in also:
+    for path in [also] if isinstance(also, (str, os.PathLike)) else also:
         other = list_files(_tag_dir(Path(path), directory.name))
         if os.path.samefile(other.directory, directory) or other.directory in files.also:
             continue

@@ -14,6 +14,7 @@ from lazyzero.container.archive import Archive
 from lazyzero.container.objects import TensorRef
 from lazyzero.errors import InconsistentCheckpoint, LazyZeroError, MissingFiles, UnsupportedLayout
 from lazyzero.layout import moments
+from lazyzero.layout.base_model import supply
 from lazyzero.layout.contents import Contents, assemble
 from lazyzero.layout.discover import FileSet
 from lazyzero.layout.found import Found
@@ -21,6 +22,10 @@ from lazyzero.layout.ranks import Optimizer, spans
 from lazyzero.layout.states import ModelStates, OptimStates, Shapes, older, read_model, read_shapes
 from lazyzero.tensor import Absent, Chain, LazyTensor, Striped
 
+_WHY_MISSING = (
+    "ZeRO-3 saved a placeholder for it, its values are in no file of the checkpoint "
+    "(DeepSpeed before 0.9.1 saved no frozen weights); the model it was trained from supplies them with --base-model"
+)
 FLATS = "fp32_flat_groups"
 MOMENTS = True
 
@@ -75,9 +80,11 @@ def deliver(
     trainable = _trainable(optimizer, shapes, flats)
     frozen, archives = frozen_weights(model, model_paths(found.files), optimizer.world_size)
     frozen = {name: tensor for name, tensor in frozen.items() if name not in trainable}
+    here = [name for name, tensor in frozen.items() if not isinstance(tensor.data, Absent)]
+    base = supply(found, model, shapes, [*trainable, *here])
     assembly = assemble(
-        model, trainable, frozen, partitioned=True,
-        why_missing="ZeRO-3 saved a placeholder for it, its values are in no file of the checkpoint",
+        model, trainable, frozen | base.tensors, partitioned=True,
+        why_missing=_WHY_MISSING,
     )  # fmt: skip
     return Contents(
         layout="ZeRO-3",
@@ -86,8 +93,8 @@ def deliver(
         version=model.version or optimizer.ranks[0].version,
         entries=assembly.entries,
         missing=assembly.missing,
-        warnings=optimizer.warnings,
-        archives=(model.archive, *archives, *(rank.archive for rank in optimizer.ranks), *more),
+        warnings=(*optimizer.warnings, *base.warnings),
+        archives=(model.archive, *archives, *(rank.archive for rank in optimizer.ranks), *more, *base.archives),
     )
 
 
