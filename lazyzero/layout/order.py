@@ -8,7 +8,7 @@ buffers built like the flats of their masters, and `module` is saved with those 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lazyzero.errors import InconsistentCheckpoint, UnsupportedLayout
@@ -20,30 +20,28 @@ from lazyzero.tensor import Chain, LazyTensor
 RELIABLE = (0, 4, 4)  # the first version that recorded the order it stored
 
 
-def param_groups(model: ModelStates, optim: OptimStates, chains: list[Chain]) -> list[Shapes]:
+def param_groups(model: ModelStates, ranks: Sequence[OptimStates], chains: list[Chain]) -> list[Shapes]:
     """The parameters of each flat group in order, one dict for each of `chains` (a group's masters over all ranks).
 
     Reads samples of values where the order has to be recovered. Raises UnsupportedLayout where it cannot be.
     """
     if model.param_shapes is not None:
         return _grouped(model, model.param_shapes, chains)
-    recorded = read_shapes(optim.path, optim.root.get("param_shapes"))
-    if recorded is not None and not older(model.version or optim.version, RELIABLE):
+    recorded = read_shapes(ranks[0].path, ranks[0].root.get("param_shapes"))
+    if recorded is not None and not older(model.version or ranks[0].version, RELIABLE):
         return _grouped(model, recorded, chains)
-    return recover(model, chains, None if recorded is None else {name for group in recorded for name in group})
+    return recover(model, ranks, chains)
 
 
-def recover(model: ModelStates, chains: list[Chain], names: set[str] | None) -> list[Shapes]:
-    """The order as the 16-bit copies have it: one dict per chain, certain or refused.
-
-    `names` are the parameters, where any file tells them from the buffers. Raises UnsupportedLayout.
-    """
-    pool = _pool(model, names)
+def recover(model: ModelStates, ranks: Sequence[OptimStates], chains: list[Chain]) -> list[Shapes]:
+    """The order as the 16-bit copies have it: one dict per chain, certain or refused. Raises UnsupportedLayout."""
+    recorded = read_shapes(ranks[0].path, ranks[0].root.get("param_shapes"))
+    pool = _pool(model, None if recorded is None else {name for group in recorded for name in group})
     runs = list(_runs(model, pool))
     groups: list[Shapes] = []
     for index, chain in enumerate(chains):
         rest = [run for run in runs if not run.names & {name for group in groups for name in group}]
-        group = _from_runs(rest, chain) or _from_values(pool, chain, groups)
+        group = _from_runs(rest, chain) or _from_values(pool, chain, groups, padding=2 * len(ranks) - 1)
         if group is None:
             version = model.version or "0.3 or older"
             raise UnsupportedLayout(
@@ -118,14 +116,11 @@ def _begins(run: _Run, chain: Chain, *, whole: bool) -> bool:
     return True
 
 
-def _from_values(pool: dict[str, LazyTensor], chain: Chain, taken: list[Shapes]) -> Shapes | None:
-    """The order by values alone, for a `module` that was cloned; every element up to the end of the walk has a name.
-
-    What follows is padding if there is little enough of it, which the accounting decides.
-    """
+def _from_values(pool: dict[str, LazyTensor], chain: Chain, taken: list[Shapes], *, padding: int) -> Shapes | None:
+    """The order by values alone, for a `module` that was cloned: every element has a name, but for some padding."""
     free = {name: tensor for name, tensor in pool.items() if not any(name in group for group in taken)}
     found, end = walk(chain, free)
-    if sum(free[name].numel for name in found) != end:
+    if sum(free[name].numel for name in found) != end or chain.total - end > padding:
         return None
     return {name: free[name].shape for name in found}
 

@@ -38,7 +38,7 @@ def read(found: Found) -> Contents:
     optimizer = found.optimizer
     model = model_states(found)
     masters = chains(optimizer, [rank.flats(FLATS) for rank in optimizer.ranks])
-    groups = param_groups(model, optimizer.ranks[0], masters)
+    groups = param_groups(model, optimizer.ranks, masters)
     stored = masters
     if found.state is not None:
         stored = chains(optimizer, [moments.zero12_flats(rank, found.state) for rank in optimizer.ranks])

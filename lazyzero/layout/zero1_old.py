@@ -17,7 +17,7 @@ from lazyzero.layout import moments
 from lazyzero.layout.contents import Contents
 from lazyzero.layout.found import Found
 from lazyzero.layout.order import recover
-from lazyzero.layout.states import OptimStates, Shapes, read_shapes
+from lazyzero.layout.states import OptimStates, Shapes
 from lazyzero.layout.zero12 import deliver, in_order, model_states
 from lazyzero.tensor import Chain, LazyTensor
 
@@ -41,9 +41,7 @@ def read(found: Found) -> Contents:
     model = model_states(found)
     masters = _by_group(ranks, [_sub_partitions(rank) for rank in ranks])
     chains = [_chain(ranks, group) for group in masters]
-    recorded = read_shapes(ranks[0].path, ranks[0].root.get("param_shapes"))
-    names = None if recorded is None else {name for shapes in recorded for name in shapes}
-    groups = recover(model, chains, names)
+    groups = recover(model, ranks, chains)
     for index, (shapes, chain, group) in enumerate(zip(groups, chains, masters, strict=True)):
         _account(ranks, index, shapes, chain, group)
     if found.state is not None:
