@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 
 from lazyzero.container.archive import Archive
 from lazyzero.container.source import POOL, Source
+from lazyzero.layout import moments
 from lazyzero.layout.contents import Check, Contents
-from lazyzero.layout.discover import find_tag_dir, list_files
+from lazyzero.layout.discover import find_tag_dir
 from lazyzero.layout.found import Found
 from lazyzero.layout.registry import read_contents
+from lazyzero.layout.union import list_all
 from lazyzero.tensor import LazyTensor
 
 
@@ -102,13 +104,31 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
 
 def open_checkpoint(
-    path: str | os.PathLike[str], *, tag: str | None = None, exclude_frozen: bool = False
+    path: str | os.PathLike[str],
+    *,
+    tag: str | None = None,
+    also: Sequence[str | os.PathLike[str]] = (),
+    exclude_frozen: bool = False,
+    base_model: str | os.PathLike[str] | None = None,
+    state: str | None = None,
 ) -> Checkpoint:
     """Opens a DeepSpeed checkpoint: a root with `latest`, a root with one tag, or a tag directory.
 
-    With `exclude_frozen`, parameters that were not trained are left out. Raises CheckpointNotFound,
-    AmbiguousCheckpoint, MissingFiles, BrokenArchive, InconsistentCheckpoint or UnsupportedLayout.
+    `also` names further directories of the same save, for ranks that saved elsewhere (`use_node_local_storage`) or were
+    left in `tmp-checkpoint-*`: files are joined by rank, and what is there twice must be the same. With `exclude_frozen`,
+    parameters that were not trained are left out. `base_model` is a directory of plain weights (safetensors or `.bin`)
+    for the frozen parameters that ZeRO-3 did not save. With `state` ("exp_avg" or "exp_avg_sq") the tensors are the
+    optimizer's moments under the names of the parameters it trains, and nothing else.
+
+    Raises CheckpointNotFound, AmbiguousCheckpoint, MissingFiles, BrokenArchive, InconsistentCheckpoint, UnsupportedLayout
+    or InvalidRequest.
     """
     directory = find_tag_dir(path, tag)
-    contents = read_contents(Found(list_files(directory), exclude_frozen=exclude_frozen))
+    found = Found(
+        list_all(directory, also),
+        exclude_frozen=exclude_frozen,
+        base_model=None if base_model is None else os.fspath(base_model),
+        state=moments.requested(state),
+    )
+    contents = read_contents(found)
     return Checkpoint(os.fspath(path), os.fspath(directory), contents)

@@ -13,7 +13,7 @@ from lazyzero.container.source import Source
 from lazyzero.container.tape import Tape
 from lazyzero.container.unpickle import Unpickler
 from lazyzero.container.zipdir import Member, data_offset, read_directory
-from lazyzero.errors import BrokenArchive, UnsafeArchive
+from lazyzero.errors import BrokenArchive, UnsafeArchive, UnsupportedLayout
 
 _LARGEST_PICKLE = 1 << 30  # bytes, most of them in strings that are skipped
 
@@ -45,7 +45,7 @@ class Archive:
 def open_archive(path: str | os.PathLike[str]) -> Archive:
     """Parses the file at `path`: zip (torch 1.6 on) or legacy. Reads the pickle, no tensor data.
 
-    Raises CheckpointNotFound, ReadError, BrokenArchive, or UnsafeArchive; each names the file.
+    Raises CheckpointNotFound, ReadError, BrokenArchive, UnsafeArchive, or UnsupportedLayout; each names the file.
     """
     source = Source.open(path)
     if source.size == 0:
@@ -56,7 +56,21 @@ def open_archive(path: str | os.PathLike[str]) -> Archive:
     if legacy.matches(head):
         root, pickles = legacy.read(source)
         return Archive(source, root, pickles)
+    if _is_datastates(source, head):
+        raise UnsupportedLayout(
+            f"{source.path}: written by the DataStates checkpoint engine, whose files are not read here; load the checkpoint "
+            "with that engine and save it with DeepSpeed's default one"
+        )
     raise BrokenArchive(f"{source.path}: expected a torch archive, found {_describe(head)}")
+
+
+def _is_datastates(source: Source, head: bytes) -> bool:
+    """Like safetensors a length and a JSON header, which ends in an entry for the pickled rest (DeepSpeed 0.17.2 on)."""
+    length = int.from_bytes(head[:8], "little")
+    if head[8:9] != b"{" or not 32 <= length <= source.size - 8:
+        return False
+    count = min(length, 256)
+    return b'"datastates_metadata"' in source.read(8 + length - count, count)
 
 
 def _describe(head: bytes) -> str:

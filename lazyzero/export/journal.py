@@ -53,13 +53,17 @@ class Journal:
 
 
 def identity_of(plan: Plan, settings: dict[str, object], archives: Iterable[Archive]) -> dict[str, Any]:
-    """What a finished shard depends on: the settings, the plan, and every source's size, time and pickles."""
-    unique = {archive.path: archive for archive in archives}
+    """What a finished shard depends on: the settings, the plan, and every source's size, time and pickles.
+
+    Sources are named from their common directory on: a universal checkpoint has hundreds of `fp32.pt`.
+    """
+    unique = {os.path.abspath(archive.path): archive for archive in archives}
+    top = os.path.commonpath([os.path.dirname(path) for path in unique]) if unique else ""
     planned = hashlib.sha256(repr(plan).encode()).hexdigest()
     return {
         "settings": settings,
         "plan": planned,
-        "sources": {os.path.basename(path): _source(archive) for path, archive in sorted(unique.items())},
+        "sources": {os.path.relpath(path, top): _source(archive) for path, archive in sorted(unique.items())},
     }
 
 

@@ -55,9 +55,7 @@ def assemble(
     `partitioned` says that `module` has placeholders in place of parameters (ZeRO-3). Ties are the groups of names that
     are one storage in the pickle of `module`, which is exact at every version, joined with `shared_params`.
     """
-    stored = {
-        name: ref for name, ref in model.module.items() if not (partitioned and _is_placeholder(model, name, ref))
-    }
+    stored = {name: ref for name, ref in model.module.items() if not (partitioned and is_placeholder(model, name, ref))}
     buffers = [name for name in stored if model.buffers is not None and name in model.buffers]
     entries: dict[str, LazyTensor] = {}
     for name in buffers:
@@ -84,7 +82,7 @@ def view(name: str, ref: TensorRef, role: str) -> LazyTensor:
     return LazyTensor(name, ref.shape, View(ref), role)
 
 
-def _is_placeholder(model: ModelStates, name: str, ref: TensorRef) -> bool:
+def is_placeholder(model: ModelStates, name: str, ref: TensorRef) -> bool:
     """Under ZeRO-3 a parameter is saved as Size([0]), before 0.6 as Size([1]), whatever its shape; buffers are whole."""
     if (model.buffers is not None and name in model.buffers) or name.endswith("_extra_state"):
         return False

@@ -38,6 +38,7 @@ class FileSet:
     layers: list[str] = field(default_factory=list)
     universal: bool = False
     offloaded: bool = False
+    also: tuple[str, ...] = ()  # further directories of the same save that files were taken from
 
     @property
     def any(self) -> bool:
@@ -152,4 +153,9 @@ def _why_nothing(root: Path) -> str:
     )
     if inner:
         return f"holds no checkpoint itself; give one of {', '.join(inner[:20])}"
+    from lazyzero.layout.leftovers import plain_weights  # only now, when it takes a look into files to say more
+
+    weights = plain_weights(root)
+    if weights:
+        return weights
     return "no DeepSpeed checkpoint here (no *_optim_states.pt or *_model_states.pt, here or one level down)"

@@ -15,6 +15,8 @@ class Found:
 
     files: FileSet
     exclude_frozen: bool = False
+    base_model: str | None = None  # a directory of plain weights for frozen parameters that no file holds
+    state: str | None = None  # "exp_avg" or "exp_avg_sq": the optimizer's moments in place of the weights
 
     @cached_property
     def optimizer(self) -> Optimizer:

@@ -7,8 +7,6 @@ from typing import NoReturn
 from lazyzero.errors import UnsupportedLayout
 from lazyzero.layout.found import Found
 
-OLD_ZERO1 = "local_sub_partitions_of_fp32_groups"
-
 
 def matches(found: Found) -> bool:
     """Whether one of the refusals below applies."""
@@ -22,14 +20,10 @@ def read(found: Found) -> NoReturn:
 
 def _reason(found: Found) -> str | None:
     files = found.files
-    if files.universal:
-        return "a universal checkpoint (zero/<parameter>/fp32.pt), which is not supported yet; convert the one it was made from"
     if files.experts or files.expert_optim:
         return "a mixture-of-experts checkpoint (expert_*_model_states.pt), which is not supported yet"
     if files.layers:
         return "a pipeline checkpoint (layer_*-model_states.pt), which is not supported yet"
-    if files.offloaded:
-        return "the optimizer was offloaded to NVMe (offloaded_tensors/), which is not supported yet"
     parallel = (
         {mp for ranks in files.optim.values() for _, mp in ranks}
         | set(files.model)
@@ -37,6 +31,4 @@ def _reason(found: Found) -> str | None:
     )
     if len(parallel) > 1:
         return f"a tensor-parallel checkpoint (model-parallel ranks {sorted(parallel)}), which is not supported yet"
-    if files.optim and OLD_ZERO1 in found.optimizer.ranks[0].state:
-        return "ZeRO-1 of DeepSpeed before 0.4 (local_sub_partitions_of_fp32_groups), which is not supported yet"
     return None

@@ -6,20 +6,22 @@ from types import ModuleType
 from typing import Final
 
 from lazyzero.errors import MissingFiles, UnsupportedLayout
-from lazyzero.layout import refused, zero0, zero3, zero12
+from lazyzero.layout import moments, nvme, refused, universal, zero0, zero1_old, zero3, zero12
 from lazyzero.layout.contents import Contents
 from lazyzero.layout.found import Found
 
-# Each has `matches(found) -> bool` and `read(found) -> Contents`.
-LAYOUTS: Final[tuple[ModuleType, ...]] = (refused, zero3, zero12, zero0)
+# Each has `matches(found) -> bool`, `read(found) -> Contents`, and `MOMENTS = True` where `read` honours `found.state`.
+LAYOUTS: Final[tuple[ModuleType, ...]] = (universal, refused, nvme, zero3, zero12, zero1_old, zero0)
 
 
 def read_contents(found: Found) -> Contents:
     """Recognises the layout and reads its metadata. Raises UnsupportedLayout, MissingFiles, or what the layout raises."""
     for layout in LAYOUTS:
         if layout.matches(found):
+            if found.state is not None and not getattr(layout, "MOMENTS", False):
+                raise UnsupportedLayout(f"{found.files.directory}: `{found.state}` is not read from this layout")
             contents: Contents = layout.read(found)
-            return contents
+            return contents if found.state is None else moments.only(contents)
     files = found.files
     if files.optim:
         keys = ", ".join(map(str, found.optimizer.ranks[0].state))

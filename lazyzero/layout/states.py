@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,11 +34,16 @@ class ModelStates:
         return self.archive.path
 
 
-def read_model(path: str) -> ModelStates:
-    """Reads a model file's metadata. Raises BrokenArchive, InconsistentCheckpoint, UnsupportedLayout."""
+def read_model(path: str, *, without_module: bool = False) -> ModelStates:
+    """Reads a model file's metadata. Raises BrokenArchive, InconsistentCheckpoint, UnsupportedLayout.
+
+    `without_module` takes a pipeline's file, whose weights are elsewhere, as one with an empty `module`.
+    """
     archive = open_archive(path)
     root = _dict(path, archive.root, "the file")
     module = root.get("module")
+    if module is None and without_module:
+        module = {}
     if module is None:
         raise UnsupportedLayout(
             f"{path}: `module` is empty, as in pipeline checkpoints; that layout is not supported here"
@@ -141,6 +147,14 @@ def version_of(root: Mapping[str, Any]) -> str | None:
     return version if isinstance(version, str) else None
 
 
+def older(version: str | None, than: tuple[int, int, int]) -> bool:
+    """Whether a recorded `ds_version` is before `than`; versions before 0.4.0 are not recorded."""
+    if version is None:
+        return True
+    numbers = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+    return numbers is not None and tuple(int(number or 0) for number in numbers.groups()) < than
+
+
 def _shapes(path: str, value: Any, what: str) -> Shapes:
     shapes: Shapes = {}
     for name, shape in named(path, value, what).items():
@@ -161,6 +175,11 @@ def _is_str(value: object) -> bool:
 
 
 def _dict(path: str, value: Any, what: str) -> dict[str, Any]:
+    if value == "":
+        raise UnsupportedLayout(
+            f"{path}: an empty stand-in, as DeepSpeed's Nebula engine leaves it; the data are in Nebula's own storage "
+            "(`persistent_storage_path`): load the checkpoint where it was trained and save it with `nebula` disabled"
+        )
     if not isinstance(value, dict):
         raise InconsistentCheckpoint(
             f"{path}: expected a dict in {what}, found {type(value).__name__}; not DeepSpeed's"

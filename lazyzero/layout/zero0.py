@@ -7,21 +7,15 @@ parameter that it rounds to; where several parameters, or none, fit, the 16-bit 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import numpy as np
-
-from lazyzero.cast import cast, same
 from lazyzero.container.objects import TensorRef
 from lazyzero.errors import UnsupportedLayout
-from lazyzero.gather import read as read_elements
 from lazyzero.layout.contents import Check, Contents, assemble, view
 from lazyzero.layout.found import Found
+from lazyzero.layout.matching import fitting, walk
 from lazyzero.layout.states import ModelStates, read_model
 from lazyzero.tensor import Chain, LazyTensor, Slice
-
-_SAMPLE = 4096  # elements compared before a whole tensor is
 
 
 def matches(found: Found) -> bool:
@@ -86,11 +80,12 @@ def _masters(optimizer: Any, candidates: dict[str, LazyTensor]) -> dict[str, Laz
     pool = dict(candidates)
     named: dict[str, LazyTensor] = {}
     for flat in _refs(optimizer.get("fp32_groups_flat")):
-        named.update(_walk(flat, pool))
+        chain = Chain([flat], flat.dtype)
+        named.update((name, _master(name, pool, chain, at)) for name, at in walk(chain, pool)[0].items())
     for group in _groups(optimizer.get("fp32_groups")):
         for ref in group:
             chain = Chain([ref], ref.dtype)
-            names = _fitting(chain, 0, {name: t for name, t in pool.items() if t.shape == ref.shape})
+            names = fitting(chain, 0, {name: t for name, t in pool.items() if t.shape == ref.shape})
             if len(names) == 1 and names[0] not in named:
                 named[names[0]] = _master(names[0], pool, chain, 0)
     return named
@@ -106,38 +101,3 @@ def _refs(value: Any) -> list[TensorRef]:
 
 def _master(name: str, pool: dict[str, LazyTensor], chain: Chain, at: int) -> LazyTensor:
     return LazyTensor(name, pool[name].shape, Slice(chain, at), "trainable")
-
-
-def _walk(flat: TensorRef, pool: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Names the parameters along a flat vector; stops where the next one is not certain."""
-    chain = Chain([flat], flat.dtype)
-    found: dict[str, LazyTensor] = {}
-    at = 0
-    while at < chain.total:
-        names = _fitting(chain, at, {n: t for n, t in pool.items() if n not in found and at + t.numel <= chain.total})
-        sizes = {pool[name].numel for name in names}
-        if len(sizes) != 1:
-            break
-        if len(names) == 1:
-            found[names[0]] = _master(names[0], pool, chain, at)
-        at += sizes.pop()
-    return found
-
-
-def _fitting(chain: Chain, at: int, pool: dict[str, LazyTensor]) -> list[str]:
-    """The names whose 16-bit values are the masters from element `at` on, rounded."""
-    close = [name for name, tensor in pool.items() if _rounds_to(chain, at, tensor, min(_SAMPLE, tensor.numel))]
-    if len(close) < 2:
-        return close
-    return [name for name in close if _rounds_to(chain, at, pool[name], pool[name].numel)]
-
-
-def _rounds_to(chain: Chain, at: int, tensor: LazyTensor, count: int) -> bool:
-    master = LazyTensor("", (math.prod(tensor.shape),), Slice(chain, at), "trainable")
-    for start in range(0, count, _SAMPLE):
-        stop = min(start + _SAMPLE, count)
-        rounded = np.empty(stop - start, tensor.dtype.numpy)
-        cast(read_elements(master, start, stop), rounded)
-        if not same(rounded, read_elements(tensor, start, stop)):
-            return False
-    return True

@@ -8,16 +8,21 @@ padding except in BF16_Optimizer's files, so the ranks' flats in rank order are 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from itertools import repeat
 
 from lazyzero.container.objects import TensorRef
-from lazyzero.errors import InconsistentCheckpoint, MissingFiles, UnsupportedLayout
+from lazyzero.errors import InconsistentCheckpoint, MissingFiles
+from lazyzero.layout import moments
 from lazyzero.layout.contents import Check, Contents, assemble, view
 from lazyzero.layout.found import Found
+from lazyzero.layout.order import param_groups
 from lazyzero.layout.ranks import Optimizer
-from lazyzero.layout.states import ModelStates, OptimStates, Shapes, as_int, read_model, read_shapes
+from lazyzero.layout.states import ModelStates, OptimStates, Shapes, as_int, read_model
 from lazyzero.tensor import Chain, LazyTensor, Slice
 
 FLATS = "single_partition_of_fp32_groups"
+MOMENTS = True
 
 
 def matches(found: Found) -> bool:
@@ -30,27 +35,39 @@ def read(found: Found) -> Contents:
 
     Raises InconsistentCheckpoint when an element of a flat is neither a parameter's nor padding.
     """
-    files, optimizer = found.files, found.optimizer
-    if not files.model:
-        raise MissingFiles(
-            f"{files.directory}: no mp_rank_00_model_states.pt; it holds the names, copy it from rank 0's node"
+    optimizer = found.optimizer
+    model = model_states(found)
+    masters = chains(optimizer, [rank.flats(FLATS) for rank in optimizer.ranks])
+    groups = param_groups(model, optimizer.ranks, masters)
+    stored = masters
+    if found.state is not None:
+        stored = chains(optimizer, [moments.zero12_flats(rank, found.state) for rank in optimizer.ranks])
+    if len(stored) != len(groups):
+        raise InconsistentCheckpoint(
+            f"{optimizer.ranks[0].path}: expected `{found.state}` of {len(groups)} groups, found {len(stored)}"
         )
-    model = read_model(files.model[min(files.model)])
-    shapes = model.param_shapes or read_shapes(optimizer.ranks[0].path, optimizer.ranks[0].root.get("param_shapes"))
-    if shapes is None:
-        raise UnsupportedLayout(
-            f"{model.path}: `param_shapes` is in no file, as before DeepSpeed 0.3.14; the order of parameters is unknown"
-        )
-    chains = _chains(optimizer)
-    groups = shapes if len(shapes) == len(chains) else _regroup(model, shapes, chains)
     trainable: dict[str, LazyTensor] = {}
-    for index, (group, chain) in enumerate(zip(groups, chains, strict=True)):
+    for index, (group, chain) in enumerate(zip(groups, stored, strict=True)):
         trainable.update(_group(optimizer.ranks, index, group, chain))
+    return deliver(found, model, trainable, stage=optimizer.stage)
+
+
+def model_states(found: Found) -> ModelStates:
+    """The model file. Raises MissingFiles."""
+    if not found.files.model:
+        raise MissingFiles(
+            f"{found.files.directory}: no mp_rank_00_model_states.pt; it holds the names, copy it from rank 0's node"
+        )
+    return read_model(found.files.model[min(found.files.model)])
+
+
+def deliver(found: Found, model: ModelStates, trainable: dict[str, LazyTensor], *, stage: int | None) -> Contents:
+    """The contents, once the optimizer's parameters have been found; `stage` is None for BF16_Optimizer."""
+    optimizer = found.optimizer
     frozen = {name: view(name, ref, "frozen") for name, ref in model.frozen.items() if name not in trainable}
     assembly = assemble(
         model, trainable, frozen, partitioned=False, why_missing="its values are in no file of the checkpoint"
     )
-    stage = optimizer.stage
     return Contents(
         layout=f"ZeRO-{stage}" if stage else "BF16_Optimizer",
         stage=stage if stage is not None else 1,
@@ -64,9 +81,8 @@ def read(found: Found) -> Contents:
     )
 
 
-def _chains(optimizer: Optimizer) -> list[Chain]:
-    """One chain per param group, over the ranks."""
-    flats = [rank.flats(FLATS) for rank in optimizer.ranks]
+def chains(optimizer: Optimizer, flats: list[list[TensorRef]]) -> list[Chain]:
+    """One chain per param group over the ranks, out of each rank's flats. Raises InconsistentCheckpoint."""
     if len({len(groups) for groups in flats}) != 1:
         counts = ", ".join(f"rank {rank}: {len(groups)}" for rank, groups in enumerate(flats))
         raise InconsistentCheckpoint(f"{optimizer.ranks[0].path}: param groups differ between ranks ({counts:.200})")
@@ -82,14 +98,19 @@ def _chain(path: str, views: list[TensorRef]) -> Chain:
 
 
 def _group(ranks: tuple[OptimStates, ...], index: int, shapes: Shapes, chain: Chain) -> dict[str, LazyTensor]:
-    paddings = _alignment(ranks[0], index, len(shapes))
+    tensors, needed = in_order(shapes, chain, _alignment(ranks[0], index, len(shapes)))
+    _account(ranks, index, needed=needed, found=chain.total)
+    return tensors
+
+
+def in_order(shapes: Shapes, chain: Chain, paddings: Iterable[int] = repeat(0)) -> tuple[dict[str, LazyTensor], int]:
+    """The parameters one after the other, each followed by its padding in elements, and where the last padding ends."""
     tensors: dict[str, LazyTensor] = {}
     at = 0
-    for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
+    for (name, shape), padding in zip(shapes.items(), paddings, strict=False):
         tensors[name] = LazyTensor(name, shape, Slice(chain, at), "trainable")
         at += math.prod(shape) + padding
-    _account(ranks, index, needed=at, found=chain.total)
-    return tensors
+    return tensors, at
 
 
 def _alignment(rank: OptimStates, group: int, count: int) -> list[int]:
@@ -107,19 +128,29 @@ def _alignment(rank: OptimStates, group: int, count: int) -> list[int]:
 
 def _account(ranks: tuple[OptimStates, ...], group: int, *, needed: int, found: int) -> None:
     """Every element is a parameter's or tail padding that is recorded, or follows from the version's alignment."""
-    tail = found - needed
-    if tail == 0:
-        return
     recorded = _recorded_padding(ranks, group)
-    if recorded is not None and tail == recorded:
-        return
-    if recorded is None and tail in _unrecorded_tails(needed, len(ranks)):
+    if recorded is not None:
+        tails = _tails(needed, len(ranks), recorded, recorded)
+    else:
+        tails = _unrecorded_tails(needed, len(ranks))
+    if found - needed in tails | {0}:
         return
     told = "none" if not recorded else str(recorded)
     raise InconsistentCheckpoint(
         f"{ranks[0].path}: group {group}: expected {needed} elements of parameters and {told} of padding, "
         f"found {found} over {len(ranks)} ranks; files of different runs, or names in an order that is not recorded"
     )
+
+
+def _tails(needed: int, world: int, padding: int, cut: int) -> set[int]:
+    """What can stand behind the last parameter: the padding, whole or less what saving takes off the last partition.
+
+    It is cut as `partition[:size - cut]`: padding that reaches into other partitions stays, and a negative end counts
+    from behind.
+    """
+    part = (needed + padding) // world
+    kept = len(range(part)[: part - cut])
+    return {padding, padding - (part - kept)}
 
 
 def _unrecorded_tails(needed: int, world: int) -> set[int]:
@@ -130,7 +161,7 @@ def _unrecorded_tails(needed: int, world: int) -> set[int]:
     """
     cut = -needed % world
     padded = {-needed % alignment for alignment in (2, world, 2 * world)}
-    return padded | {padding - cut for padding in padded if padding > cut}
+    return {tail for padding in padded for tail in _tails(needed, world, padding, cut)}
 
 
 def _recorded_padding(ranks: tuple[OptimStates, ...], group: int) -> int | None:
@@ -144,28 +175,6 @@ def _recorded_padding(ranks: tuple[OptimStates, ...], group: int) -> int | None:
             return None
         total += padding
     return total
-
-
-def _regroup(model: ModelStates, shapes: list[Shapes], chains: list[Chain]) -> list[Shapes]:
-    """Cuts one dict that spans several groups (0.3.14 to 0.5.3) where the flats end."""
-    if len(shapes) != 1:
-        raise InconsistentCheckpoint(f"{model.path}: names {len(shapes)} param groups, the flats are {len(chains)}")
-    rest = list(shapes[0].items())
-    groups: list[Shapes] = []
-    for chain in chains:
-        group: Shapes = {}
-        left = chain.total
-        while rest and math.prod(rest[0][1]) <= left:
-            name, shape = rest.pop(0)
-            group[name] = shape
-            left -= math.prod(shape)
-        groups.append(group)
-    if rest:
-        raise InconsistentCheckpoint(
-            f"{model.path}: expected the {len(shapes[0])} parameters of `param_shapes` to fill {len(chains)} flat groups, "
-            f"{len(rest)} are left over ({rest[0][0]!r} first); this version recorded them in another order"
-        )
-    return groups
 
 
 def _checks(model: ModelStates, trainable: dict[str, LazyTensor]) -> list[Check]:

@@ -13,13 +13,21 @@ import os
 from lazyzero.container.archive import Archive
 from lazyzero.container.objects import TensorRef
 from lazyzero.errors import InconsistentCheckpoint, LazyZeroError, MissingFiles, UnsupportedLayout
+from lazyzero.layout import moments
+from lazyzero.layout.base_model import supply
 from lazyzero.layout.contents import Contents, assemble
+from lazyzero.layout.discover import FileSet
 from lazyzero.layout.found import Found
 from lazyzero.layout.ranks import Optimizer, spans
-from lazyzero.layout.states import ModelStates, OptimStates, Shapes, read_model, read_shapes
+from lazyzero.layout.states import ModelStates, OptimStates, Shapes, older, read_model, read_shapes
 from lazyzero.tensor import Absent, Chain, LazyTensor, Striped
 
+_WHY_MISSING = (
+    "ZeRO-3 saved a placeholder for it, its values are in no file of the checkpoint "
+    "(DeepSpeed before 0.9.1 saved no frozen weights); the model it was trained from supplies them with --base-model"
+)
 FLATS = "fp32_flat_groups"
+MOMENTS = True
 
 
 def matches(found: Found) -> bool:
@@ -32,22 +40,51 @@ def read(found: Found) -> Contents:
 
     Raises InconsistentCheckpoint when a rank's flats are not exactly its parameters.
     """
-    files, optimizer = found.files, found.optimizer
-    paths = {dp: path for (dp, mp), path in files.zero_model.items() if mp == 0}
+    model, groups = sub_groups(found)
+    ranks = found.optimizer.ranks
+    state = found.state
+    return deliver(
+        found,
+        model,
+        groups,
+        [rank.flats(FLATS) if state is None else moments.zero3_flats(rank, state) for rank in ranks],
+    )
+
+
+def sub_groups(found: Found) -> tuple[ModelStates, list[Shapes]]:
+    """One rank's model file, and the parameters of each sub-group (up to 0.5.3 of all of them together) in order.
+
+    Raises MissingFiles, or UnsupportedLayout where the order is not recorded.
+    """
+    files, first = found.files, found.optimizer.ranks[0]
+    paths = model_paths(files)
     if not paths:
         raise MissingFiles(
             f"{files.directory}: no zero_pp_rank_0_mp_rank_00_model_states.pt; it holds the names, copy it from rank 0's node"
         )
     model = read_model(paths[min(paths)])
-    groups = model.param_shapes or read_shapes(optimizer.ranks[0].path, optimizer.ranks[0].root.get("param_shapes"))
-    _refuse_early(model, groups)
-    shapes: Shapes = {name: shape for group in groups or () for name, shape in group.items()}
-    trainable = _trainable(optimizer, shapes)
-    frozen, archives = _frozen(model, paths, optimizer.world_size)
+    return model, _recorded(model, model.param_shapes or read_shapes(first.path, first.root.get("param_shapes")))
+
+
+def model_paths(files: FileSet) -> dict[int, str]:
+    """The ranks' model files."""
+    return {dp: path for (dp, mp), path in files.zero_model.items() if mp == 0}
+
+
+def deliver(
+    found: Found, model: ModelStates, groups: list[Shapes], flats: list[list[TensorRef]], more: tuple[Archive, ...] = ()
+) -> Contents:
+    """The contents, given every rank's flats and the files they are in besides the optimizer's."""
+    optimizer = found.optimizer
+    shapes: Shapes = {name: shape for group in groups for name, shape in group.items()}
+    trainable = _trainable(optimizer, shapes, flats)
+    frozen, archives = frozen_weights(model, model_paths(found.files), optimizer.world_size)
     frozen = {name: tensor for name, tensor in frozen.items() if name not in trainable}
+    here = [name for name, tensor in frozen.items() if not isinstance(tensor.data, Absent)]
+    base = supply(found, model, shapes, [*trainable, *here])
     assembly = assemble(
-        model, trainable, frozen, partitioned=True,
-        why_missing="ZeRO-3 saved a placeholder for it, its values are in no file of the checkpoint",
+        model, trainable, frozen | base.tensors, partitioned=True,
+        why_missing=_WHY_MISSING,
     )  # fmt: skip
     return Contents(
         layout="ZeRO-3",
@@ -56,25 +93,26 @@ def read(found: Found) -> Contents:
         version=model.version or optimizer.ranks[0].version,
         entries=assembly.entries,
         missing=assembly.missing,
-        warnings=optimizer.warnings,
-        archives=(model.archive, *archives, *(rank.archive for rank in optimizer.ranks)),
+        warnings=(*optimizer.warnings, *base.warnings),
+        archives=(model.archive, *archives, *(rank.archive for rank in optimizer.ranks), *more, *base.archives),
     )
 
 
-def _refuse_early(model: ModelStates, groups: list[Shapes] | None) -> None:
-    """Before 0.4 the recorded order is the module's, not that of the flats, and nothing is left to check it by."""
+def _recorded(model: ModelStates, groups: list[Shapes] | None) -> list[Shapes]:
+    """Before 0.4.3 the recorded order is the module's, not that of the flats, and nothing is left to check it by."""
     if groups is None:
         raise UnsupportedLayout(f"{model.path}: `param_shapes` is in no file; the order of the parameters is unknown")
-    if model.version is None or model.version.startswith(("0.3.", "0.4.0", "0.4.1", "0.4.2", "0.4.3")):
+    if older(model.version, (0, 4, 3)):
         raise UnsupportedLayout(
-            f"{model.path}: ZeRO-3 files of DeepSpeed before 0.4.4 (here {model.version or 'older than 0.4'}) do not record "
+            f"{model.path}: ZeRO-3 files of DeepSpeed before 0.4.3 (here {model.version or 'older than 0.4'}) do not record "
             "the order of their parameters; load them with that version and save a state dict"
         )
+    return groups
 
 
-def _trainable(optimizer: Optimizer, shapes: Shapes) -> dict[str, LazyTensor]:
+def _trainable(optimizer: Optimizer, shapes: Shapes, flats: list[list[TensorRef]]) -> dict[str, LazyTensor]:
     world = optimizer.world_size
-    chains = tuple(_chain(rank) for rank in optimizer.ranks)
+    chains = tuple(_chain(rank, refs) for rank, refs in zip(optimizer.ranks, flats, strict=True))
     tensors: dict[str, LazyTensor] = {}
     at = 0
     for name, shape in shapes.items():
@@ -92,8 +130,7 @@ def _trainable(optimizer: Optimizer, shapes: Shapes) -> dict[str, LazyTensor]:
     return tensors
 
 
-def _chain(rank: OptimStates) -> Chain:
-    flats = rank.flats(FLATS)
+def _chain(rank: OptimStates, flats: list[TensorRef]) -> Chain:
     dtypes = {flat.dtype for flat in flats if flat.numel} or {flat.dtype for flat in flats[:1]}
     if len(dtypes) != 1:
         found = ", ".join(sorted(map(str, dtypes))) or "no group at all"
@@ -101,7 +138,9 @@ def _chain(rank: OptimStates) -> Chain:
     return Chain(flats, dtypes.pop())
 
 
-def _frozen(model: ModelStates, paths: dict[int, str], world: int) -> tuple[dict[str, LazyTensor], list[Archive]]:
+def frozen_weights(
+    model: ModelStates, paths: dict[int, str], world: int
+) -> tuple[dict[str, LazyTensor], list[Archive]]:
     """The frozen parameters, each a piece in every rank's model file; those files are only read when there are any."""
     shapes = {name: shape for name, shape in model.frozen_shapes.items() if name in model.frozen}
     if not shapes:
