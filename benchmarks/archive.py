@@ -7,10 +7,11 @@ import os
 import struct
 import zlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from benchmarks.pickled import Pickler
+from benchmarks.pickled import Pickler, Storage
 
 _ALIGNMENT: Final = 64
 _NARROW: Final = 0xFFFFFFFF
@@ -22,15 +23,32 @@ _EMPTY: Final = 0x0800
 
 def save(value: object, path: Path) -> None:
     """Writes `value` as `torch.save(value, path)` would."""
+    write(pickled(value), path)
+
+
+@dataclass(frozen=True, slots=True)
+class Pickled:
+    """A value's pickle and the storages it refers to: all that a file needs but its name."""
+
+    data: bytes
+    storages: list[Storage]
+
+
+def pickled(value: object) -> Pickled:
+    """Pickles `value`, for several files of the same contents."""
     pickler = Pickler()
-    pickled = pickler.dump(value)
+    return Pickled(pickler.dump(value), pickler.storages)
+
+
+def write(value: Pickled, path: Path) -> None:
+    """Writes the archive."""
     with path.open("wb") as file:
         writer = _Writer(file, path.name.removesuffix(".pt"))
-        writer.member("data.pkl", [pickled])
+        writer.member("data.pkl", [value.data])
         writer.member(".format_version", [b"1"])
         writer.member(".storage_alignment", [b"64"])
         writer.member("byteorder", [b"little"])
-        for key, storage in enumerate(pickler.storages):
+        for key, storage in enumerate(value.storages):
             written = writer.member(f"data/{key}", storage.content())
             if written != storage.nbytes:
                 raise AssertionError(f"{path}: storage {key} has {written} bytes, expected {storage.nbytes}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from benchmarks.archive import save
+from benchmarks.archive import pickled, save, write
 from benchmarks.models import PRESETS, Model, Parameter, llama, with_lora
 from benchmarks.pickled import Call, Content, Global, Storage, Tensor, ordered, size
 from benchmarks.values import Values
@@ -260,8 +260,10 @@ class _Stage3(_Stage):
 
     def write(self) -> None:
         """Writes all files."""
+        same = None if self.model.frozen else pickled(self._model_file(0))
         for rank in range(self.spec.world):
-            save(self._model_file(rank), self.directory / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+            path = self.directory / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+            write(same or pickled(self._model_file(rank)), path)
             self._write_rank(rank)
 
     def _piece(self, parameter: Parameter, rank: int, itemsize: int) -> Iterator[memoryview | int]:
