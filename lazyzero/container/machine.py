@@ -1,8 +1,9 @@
 """The lower half of the pickle machine: stack, memo, constants and strings, and the account of what a file may take.
 
-What a file may ask for is bounded by what it costs here, not by what it says: `ROOM` bytes of memory and `MOST_OPCODES`
-steps for all pickles of a file. Strings beyond 64 KiB are skipped unread and long runs of plain numbers are cut, so that a
-large client state costs time but no memory.
+What a file may ask for is bounded by what it costs here, not by what it says: so many bytes of memory and so many steps
+for all pickles of a file. A step is the time of a simple opcode; every text key, as each parameter has one or two, allows
+for some more. Strings beyond 64 KiB are skipped unread and long runs of plain numbers are cut, so that a large client
+state costs time but no memory.
 """
 
 from __future__ import annotations
@@ -18,23 +19,27 @@ from lazyzero.container.tape import Tape
 from lazyzero.errors import BrokenArchive, LazyZeroError, UnsafeArchive
 
 ROOM: Final = 128 << 20  # bytes of objects, in the estimates of the constants below
-MOST_OPCODES: Final = 5_000_000
+MOST_STEPS: Final = 2_000_000
+STEPS_PER_KEY: Final = 30  # a parameter's name, shape and tensor are some 40 opcodes under two or three keys
+MOST_KEYS: Final = 100_000  # that allow for more
 LONGEST_STRING: Final = 64 << 10  # bytes; a longer one is skipped
 LONGEST_NAME: Final = 512  # bytes of a module's or a class's name
 LONGEST_NUMBERS: Final = 65_536  # entries of a list of plain numbers that are kept
 DEEPEST_STACK: Final = 200_000
 
-# What CPython takes for each, rounded up.
-SLOT: Final = 40  # an entry of a list or a tuple, and the number that may stand in it
-PAIR: Final = 100  # an entry of a dict
-OBJECT: Final = 200  # one of our own objects, with the containers it owns
+# What CPython takes for each, in bytes, with what its allocator adds.
+NUMBER: Final = 32
+SLOT: Final = 12  # an entry of a list or a tuple
+PAIR: Final = 80  # an entry of a dict
+OBJECT: Final = 80  # an empty container, or a small object of ours
+INERT: Final = 160  # an Opaque and its list
 
 NUMBERS: Final = (int, float, bool, type(None))
 _LONGS = rb"|".join(rb"\x8a\x%02x.{%d}" % (size, size) for size in range(1, 10))
 # The items of one batch of a list, as Python's picklers write them: numbers up to the APPENDS.
 _NUMBER_RUN = re.compile(rb"(?:K.|M..|J.{4}|G.{8}|[N\x88\x89]|" + _LONGS + rb")+(?=e)", re.DOTALL)
 _RUN_BYTES = 16 << 10  # of 1000 such items
-_BYTES_PER_STEP = 32  # of a run passed over, which take the time of one opcode
+_BYTES_PER_STEP = 64  # of a run passed over, which take the time of one opcode
 
 
 class Mark:
@@ -51,10 +56,12 @@ class Machine:
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
+        self._byte, self._take = tape.byte, tape.take
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
         self._room = ROOM
-        self._steps = MOST_OPCODES
+        self._steps = MOST_STEPS
+        self._keys = MOST_KEYS
 
     # -- the account -----------------------------------------------------------------------------------------
 
@@ -74,10 +81,10 @@ class Machine:
             raise self.unsafe(f"describes objects of more than {ROOM >> 20} MiB")
 
     def walk(self, steps: int) -> None:
-        """Takes opcodes from what is left, and looks at the depth of the stack. Raises UnsafeArchive."""
+        """Takes time from what is left, and looks at the depth of the stack. Raises UnsafeArchive."""
         self._steps -= steps
-        if self._steps < 0:
-            raise self.unsafe(f"holds more than {MOST_OPCODES} opcodes")
+        if self._steps + STEPS_PER_KEY * (MOST_KEYS - max(self._keys, 0)) < 0:
+            raise self.unsafe("takes more steps than any checkpoint does")
         if len(self._stack) > DEEPEST_STACK:
             raise self.unsafe("nests deeper than any checkpoint does")
 
@@ -102,16 +109,16 @@ class Machine:
 
     def uint(self, size: int) -> int:
         """An unsigned integer of `size` bytes."""
-        return int.from_bytes(self._tape.take(size), "little")
+        return int.from_bytes(self._take(size), "little")
 
     # -- numbers ---------------------------------------------------------------------------------------------
 
     def _proto(self) -> None:
-        if self._tape.byte() > 5:
+        if self._byte() > 5:
             raise self.broken("a pickle protocol newer than 5")
 
     def _frame(self) -> None:
-        self._tape.take(8)
+        self._take(8)
 
     def _mark(self) -> None:
         stack = self._stack
@@ -137,13 +144,13 @@ class Machine:
         self._stack.append(False)
 
     def _binint(self) -> None:
-        self._stack.append(int.from_bytes(self._tape.take(4), "little", signed=True))
+        self.push(int.from_bytes(self._take(4), "little", signed=True), NUMBER)
 
     def _binint1(self) -> None:
-        self._stack.append(self._tape.byte())
+        self._stack.append(self._byte())
 
     def _binint2(self) -> None:
-        self._stack.append(int.from_bytes(self._tape.take(2), "little"))
+        self.push(int.from_bytes(self._take(2), "little"), NUMBER)
 
     def _int(self) -> None:
         text = self._tape.line()
@@ -157,27 +164,28 @@ class Machine:
 
     def decimal(self, text: bytes) -> int:
         """An integer out of its digits."""
-        if len(text) > 4000:  # quadratic to parse
+        if len(text) > 1000:  # quadratic to parse
             raise self.unsafe("holds an integer of thousands of digits")
+        self._steps -= len(text) // 32
         return int(text)
 
     def _long1(self) -> None:
-        self._integer(int.from_bytes(self._tape.take(self._tape.byte()), "little", signed=True))
+        self._integer(int.from_bytes(self._take(self._byte()), "little", signed=True))
 
     def _long4(self) -> None:
         size = self.uint(4)
         if size > LONGEST_STRING:
             raise self.unsafe(f"holds an integer of {size} bytes")
-        self._integer(int.from_bytes(self._tape.take(size), "little", signed=True))
+        self._integer(int.from_bytes(self._take(size), "little", signed=True))
 
     def _integer(self, value: int) -> None:
-        self.push(value, 0 if -(1 << 64) < value < 1 << 64 else getsizeof(value))
+        self.push(value, getsizeof(value))
 
     def _float(self) -> None:
-        self._stack.append(float(self._tape.line()))
+        self.push(float(self._tape.line()), NUMBER)
 
     def _binfloat(self) -> None:
-        self._stack.append(struct.unpack(">d", self._tape.take(8))[0])
+        self.push(struct.unpack(">d", self._take(8))[0], NUMBER)
 
     # -- strings ---------------------------------------------------------------------------------------------
 
@@ -185,14 +193,14 @@ class Machine:
         if size > LONGEST_STRING:
             self._skip(size)
         else:
-            text = self._tape.take(size).decode("utf-8", "surrogatepass")
+            text = self._take(size).decode("utf-8", "surrogatepass")
             self.push(text, getsizeof(text))
 
     def _bytes(self, size: int) -> None:
         if size > LONGEST_STRING:
             self._skip(size)
         else:
-            self.push(self._tape.take(size), 64 + size)
+            self.push(self._take(size), 64 + size)
 
     def _skip(self, size: int) -> None:
         self._tape.skip(size)
@@ -209,7 +217,7 @@ class Machine:
         self.push(text, getsizeof(text))
 
     def _binstring(self) -> None:
-        size = int.from_bytes(self._tape.take(4), "little", signed=True)
+        size = int.from_bytes(self._take(4), "little", signed=True)
         if size < 0:
             raise self.broken("a string of negative length")
         self._latin(size)
@@ -219,7 +227,7 @@ class Machine:
         if size > LONGEST_STRING:
             self._skip(size)
         else:
-            self._latin_text(self._tape.take(size))
+            self._latin_text(self._take(size))
 
     def _latin_text(self, raw: bytes) -> None:
         text = raw.decode("latin-1")
@@ -229,6 +237,7 @@ class Machine:
         """A module's or a class's name. Raises UnsafeArchive for one that is too long."""
         if len(raw) > LONGEST_NAME:
             raise self.unsafe(f"refers to a class by a name of {len(raw)} characters: {brief(raw[:40])}")
+        self._steps -= 2
         return raw if isinstance(raw, str) else raw.decode()
 
     # -- memo ------------------------------------------------------------------------------------------------
@@ -245,3 +254,10 @@ class Machine:
 
     def _get(self, index: int) -> None:
         self._stack.append(self._memo[index])
+
+    def _binget(self) -> None:
+        self._stack.append(self._memo[self._byte()])
+
+    def _binput(self) -> None:
+        self._room -= PAIR  # once too often for an index that is used again, which picklers do not do
+        self._memo[self._byte()] = self._stack[-1]

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from lazyzero.container.brief import brief
 from lazyzero.container.builders import Builder, resolve
-from lazyzero.container.machine import LONGEST_NUMBERS, MARK, NUMBERS, OBJECT, PAIR, SLOT, Machine
+from lazyzero.container.machine import INERT, LONGEST_NUMBERS, MARK, NUMBERS, OBJECT, PAIR, SLOT, Machine
 from lazyzero.container.objects import Global, Opaque, Storage, TensorRef, as_key
 from lazyzero.container.tape import Tape
 from lazyzero.errors import BrokenArchive
@@ -82,7 +82,7 @@ class Unpickler(Machine):
             raise self.broken("a tuple of more than there is")
         items = tuple(stack[-count:])
         del stack[-count:]
-        self.push(items, OBJECT)
+        self.push(items, OBJECT + SLOT * count)
 
     def _dict(self) -> None:
         items = self.pop_mark()
@@ -117,15 +117,19 @@ class Unpickler(Machine):
     def _update(self, target: Any, items: list[Any]) -> None:
         if len(items) % 2:
             raise self.broken("a key without a value")
-        self.charge(PAIR * (len(items) // 2))
+        count = len(items) // 2
+        self._steps -= 2
+        self.charge(PAIR * count)
         pairs = zip(items[::2], items[1::2], strict=True)
         if isinstance(target, Opaque):
             target.items.extend(pairs)
         elif isinstance(target, dict):
             for key, value in pairs:
-                if type(key) is not str:
+                if type(key) is str:
+                    self._keys -= 1
+                else:
                     key = as_key(key)
-                    self.charge(PAIR)
+                    self.charge(INERT)
                 target[key] = value
         else:
             raise self.broken("an item set on something that is no dict")
@@ -134,26 +138,30 @@ class Unpickler(Machine):
 
     def _global(self) -> None:
         module, name = self.name(self._tape.line()), self.name(self._tape.line())
-        self.push(resolve(module, name), OBJECT + 2 * len(module) + 2 * len(name))
+        self.push(resolve(module, name), 4 * OBJECT + 2 * (len(module) + len(name)))
 
     def _stack_global(self) -> None:
         name, module = self._stack.pop(), self._stack.pop()
         if not (isinstance(name, str) and isinstance(module, str)):
             raise self.broken("a global whose name is no string")
-        self.push(resolve(self.name(module), self.name(name)), OBJECT + 4 * (len(module) + len(name)))
+        self.push(resolve(self.name(module), self.name(name)), 2 * OBJECT + 4 * (len(module) + len(name)))
 
     def _ext(self, code: int) -> None:
-        self.push(Global("copyreg", f"extension {code}"), 2 * OBJECT)
+        self._steps -= 4
+        self.push(Global("copyreg", f"extension {code}"), 4 * OBJECT)
 
     def _reduce(self) -> None:
         args, target = self._stack.pop(), self._stack.pop()
         if not isinstance(args, tuple):
             raise self.broken("a call without an argument tuple")
+        self._steps -= 2
         if isinstance(target, Builder):
             value = self._built(target, args)
-            self.push(value, _cost(value))
+            cost = _cost(value)
+            self._steps -= cost >> 5
+            self.push(value, cost)
         else:
-            self.push(Opaque(_name_of(target), args), OBJECT)
+            self.push(Opaque(_name_of(target), args), INERT)
 
     def _built(self, target: Builder, args: tuple[Any, ...]) -> Any:
         try:
@@ -165,7 +173,7 @@ class Unpickler(Machine):
 
     def _newobj_ex(self) -> None:
         keywords, args, target = self._stack.pop(), self._stack.pop(), self._stack.pop()
-        self.push(Opaque(_name_of(target), (args, keywords)), 2 * OBJECT)
+        self.push(Opaque(_name_of(target), (args, keywords)), INERT + OBJECT)
 
     def _inst(self) -> None:
         module, name = self.name(self._tape.line()), self.name(self._tape.line())
@@ -177,7 +185,8 @@ class Unpickler(Machine):
 
     def _inert(self, target: Any, args: list[Any]) -> None:
         kind = _name_of(target)
-        self.push(Opaque(kind, tuple(args)), 2 * OBJECT + SLOT * len(args) + 4 * len(kind))
+        self._steps -= 2
+        self.push(Opaque(kind, tuple(args)), INERT + OBJECT + SLOT * len(args) + 2 * len(kind))
 
     def _build(self) -> None:
         state = self._stack.pop()
@@ -189,7 +198,7 @@ class Unpickler(Machine):
         raise self.unsafe("refers to a storage by a line of text, as torch never does")
 
     def _binpersid(self) -> None:
-        self.push(self._persistent_load(self._stack.pop()), 2 * OBJECT)
+        self.push(self._persistent_load(self._stack.pop()), INERT)
 
     def _next_buffer(self) -> None:
         raise self.unsafe("refers to out-of-band buffers")
@@ -198,12 +207,12 @@ class Unpickler(Machine):
 def _cost(value: Any) -> int:
     """What a builder's result takes; it may be a copy of its argument."""
     if isinstance(value, TensorRef):
-        return 2 * OBJECT + SLOT * 2 * len(value.shape)
+        return OBJECT + 2 * SLOT * len(value.shape)
     if isinstance(value, dict):
-        return OBJECT + 2 * PAIR * len(value)
+        return OBJECT + (PAIR + INERT) * len(value)
     if isinstance(value, (list, tuple)):
         return OBJECT + SLOT * len(value)
-    return OBJECT
+    return INERT
 
 
 def _name_of(target: Any) -> str:
@@ -215,7 +224,7 @@ def _name_of(target: Any) -> str:
 def _sized(method: Callable[[Any, int], None], size: int) -> Handler:
     """A handler for opcodes whose argument is a length or an index of `size` bytes."""
     if size == 1:
-        return lambda machine: method(machine, machine._tape.byte())
+        return lambda machine: method(machine, machine._byte())
     return lambda machine: method(machine, machine.uint(size))
 
 
@@ -250,8 +259,8 @@ _TABLE: Final = _table(
         (b"l", U._list), (b"t", U._tuple), (b"d", U._dict), (b"\x91", U._list),
         (b"\x85", _fixed(U._tuple_of, 1)), (b"\x86", _fixed(U._tuple_of, 2)), (b"\x87", _fixed(U._tuple_of, 3)),
         (b"a", U._append), (b"e", U._appends), (b"\x90", U._appends), (b"s", U._setitem), (b"u", U._setitems),
-        (b"p", _decimal(U._put)), (b"q", _sized(U._put, 1)), (b"r", _sized(U._put, 4)), (b"\x94", U._memoize),
-        (b"g", _decimal(U._get)), (b"h", _sized(U._get, 1)), (b"j", _sized(U._get, 4)),
+        (b"p", _decimal(U._put)), (b"q", U._binput), (b"r", _sized(U._put, 4)), (b"\x94", U._memoize),
+        (b"g", _decimal(U._get)), (b"h", U._binget), (b"j", _sized(U._get, 4)),
         (b"c", U._global), (b"\x93", U._stack_global), (b"i", U._inst), (b"o", U._obj),
         (b"\x82", _sized(U._ext, 1)), (b"\x83", _sized(U._ext, 2)), (b"\x84", _sized(U._ext, 4)),
         (b"R", U._reduce), (b"\x81", U._reduce), (b"\x92", U._newobj_ex), (b"b", U._build),

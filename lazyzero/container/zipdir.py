@@ -20,7 +20,7 @@ _ENTRY = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
 _MAX_COMMENT = 65535
 _MAX_DIRECTORY = 32 << 20  # bytes
-_MAX_MEMBERS = 300_000
+_MAX_MEMBERS = 150_000
 
 
 class Member(NamedTuple):
