@@ -8,13 +8,15 @@ padding except in BF16_Optimizer's files, so the ranks' flats in rank order are 
 from __future__ import annotations
 
 import math
+from collections import deque
 
+from lazyzero.container.brief import brief
 from lazyzero.container.objects import TensorRef
 from lazyzero.errors import InconsistentCheckpoint, MissingFiles, UnsupportedLayout
 from lazyzero.layout.contents import Check, Contents, assemble, view
 from lazyzero.layout.found import Found
 from lazyzero.layout.ranks import Optimizer
-from lazyzero.layout.states import ModelStates, OptimStates, Shapes, as_int, read_model, read_shapes
+from lazyzero.layout.states import ModelStates, OptimStates, Shapes, as_int, check_once, read_model, read_shapes
 from lazyzero.tensor import Chain, LazyTensor, Slice
 
 FLATS = "single_partition_of_fp32_groups"
@@ -45,7 +47,9 @@ def read(found: Found) -> Contents:
     groups = shapes if len(shapes) == len(chains) else _regroup(model, shapes, chains)
     trainable: dict[str, LazyTensor] = {}
     for index, (group, chain) in enumerate(zip(groups, chains, strict=True)):
-        trainable.update(_group(optimizer.ranks, index, group, chain))
+        tensors = _group(optimizer.ranks, index, group, chain)
+        check_once(model.path, trainable, tensors)
+        trainable.update(tensors)
     frozen = {name: view(name, ref, "frozen") for name, ref in model.frozen.items() if name not in trainable}
     assembly = assemble(
         model, trainable, frozen, partitioned=False, why_missing="its values are in no file of the checkpoint"
@@ -70,7 +74,23 @@ def _chains(optimizer: Optimizer) -> list[Chain]:
     if len({len(groups) for groups in flats}) != 1:
         counts = ", ".join(f"rank {rank}: {len(groups)}" for rank, groups in enumerate(flats))
         raise InconsistentCheckpoint(f"{optimizer.ranks[0].path}: param groups differ between ranks ({counts:.200})")
+    _check_cuts(optimizer.ranks, flats)
     return [_chain(optimizer.ranks[0].path, [groups[index] for groups in flats]) for index in range(len(flats[0]))]
+
+
+def _check_cuts(ranks: tuple[OptimStates, ...], flats: list[list[TensorRef]]) -> None:
+    """The partitions of a group are of one length; where the tail padding is cut off, one is shorter, the rest empty."""
+    whole = [flat.numel for flat in flats[0]]
+    before = whole
+    for rank, groups in zip(ranks, flats, strict=True):
+        lengths = [flat.numel for flat in groups]
+        for index, (full, last, length) in enumerate(zip(whole, before, lengths, strict=True)):
+            if length != full and (length > full or (last < full and length)):
+                raise InconsistentCheckpoint(
+                    f"{rank.path}: group {index}: expected {full if last == full else 0} elements or fewer, found {length}; "
+                    f"rank 0 has {full}; the files are of different runs"
+                )
+        before = lengths
 
 
 def _chain(path: str, views: list[TensorRef]) -> Chain:
@@ -115,7 +135,7 @@ def _account(ranks: tuple[OptimStates, ...], group: int, *, needed: int, found: 
         return
     if recorded is None and tail in _unrecorded_tails(needed, len(ranks)):
         return
-    told = "none" if not recorded else str(recorded)
+    told = "none" if not recorded else brief(recorded)
     raise InconsistentCheckpoint(
         f"{ranks[0].path}: group {group}: expected {needed} elements of parameters and {told} of padding, "
         f"found {found} over {len(ranks)} ranks; files of different runs, or names in an order that is not recorded"
@@ -150,20 +170,20 @@ def _regroup(model: ModelStates, shapes: list[Shapes], chains: list[Chain]) -> l
     """Cuts one dict that spans several groups (0.3.14 to 0.5.3) where the flats end."""
     if len(shapes) != 1:
         raise InconsistentCheckpoint(f"{model.path}: names {len(shapes)} param groups, the flats are {len(chains)}")
-    rest = list(shapes[0].items())
+    rest = deque(shapes[0].items())
     groups: list[Shapes] = []
     for chain in chains:
         group: Shapes = {}
         left = chain.total
         while rest and math.prod(rest[0][1]) <= left:
-            name, shape = rest.pop(0)
+            name, shape = rest.popleft()
             group[name] = shape
             left -= math.prod(shape)
         groups.append(group)
     if rest:
         raise InconsistentCheckpoint(
             f"{model.path}: expected the {len(shapes[0])} parameters of `param_shapes` to fill {len(chains)} flat groups, "
-            f"{len(rest)} are left over ({rest[0][0]!r} first); this version recorded them in another order"
+            f"{len(rest)} are left over ({brief(rest[0][0])} first); this version recorded them in another order"
         )
     return groups
 
@@ -176,6 +196,6 @@ def _checks(model: ModelStates, trainable: dict[str, LazyTensor]) -> list[Check]
             checks.append(Check(tensor, view(name, ref, "module")))
         elif ref is not None:
             raise InconsistentCheckpoint(
-                f"{model.path}: {name!r} has shape {list(tensor.shape)} in `param_shapes` and {list(ref.shape)} in `module`"
+                f"{model.path}: {brief(name)} has shape {list(tensor.shape)} in `param_shapes` and {list(ref.shape)} in `module`"
             )
     return checks
