@@ -18,7 +18,8 @@
     ├── VerificationFailed                       an output differs from its checkpoint
     └── MissingDependency (ImportError)          an optional package is needed for what was asked
 
-Each message names the file, what was expected, what was found, and what to do. All of them pickle.
+Each message names the file, what was expected, what was found, and what to do, on one printable line. All of them
+pickle.
 """
 
 from __future__ import annotations
@@ -26,6 +27,16 @@ from __future__ import annotations
 
 class LazyZeroError(Exception):
     """Base of all errors raised on purpose; catching it is enough."""
+
+    def __str__(self) -> str:
+        return one_line(super().__str__())
+
+
+def one_line(text: str) -> str:
+    """`text` with what would break or steer a terminal written as escapes: file names may hold anything but NUL."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 class CheckpointNotFound(LazyZeroError, FileNotFoundError):

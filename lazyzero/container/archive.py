@@ -7,15 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from lazyzero.container import legacy
-from lazyzero.container.builders import StorageClass
-from lazyzero.container.objects import Global, Opaque, Storage
 from lazyzero.container.source import Source
+from lazyzero.container.storages import ZipStorages
 from lazyzero.container.tape import Tape
 from lazyzero.container.unpickle import Unpickler
-from lazyzero.container.zipdir import Member, data_offset, read_directory
-from lazyzero.errors import BrokenArchive, UnsafeArchive, UnsupportedLayout
-
-_LARGEST_PICKLE = 1 << 30  # bytes, most of them in strings that are skipped
+from lazyzero.container.zipdir import data_offset, read_directory
+from lazyzero.errors import BrokenArchive, UnsupportedLayout
 
 _LOOKALIKES = (
     (b"\x1f\x8b", "a gzip file: unpack it first"),
@@ -93,53 +90,12 @@ def _open_zip(source: Source) -> Archive:
         raise BrokenArchive(f"{source.path}: expected one data.pkl in the archive, found {len(roots)}; not torch's")
     root = roots[0]
     order = members.get(root + "byteorder")
-    if order is not None and order.size < 16:
-        found = source.read(data_offset(source, order.header, order.size), order.size)
+    if order is not None:
+        found = source.read(data_offset(source, order), min(order.size, 16))
         if found.strip() != b"little":
             raise BrokenArchive(f"{source.path}: byte order is {found!r}; only little-endian archives are read")
     pickle = members[root + "data.pkl"]
-    if pickle.size > _LARGEST_PICKLE:
-        raise UnsafeArchive(f"{source.path}: a data.pkl of {pickle.size} bytes is more than any checkpoint needs")
-    start = data_offset(source, pickle.header, pickle.size)
-    loader = _ZipStorages(source, members, root + "data/")
+    start = data_offset(source, pickle)
+    loader = ZipStorages(source, members, root + "data/")
     value = Unpickler(Tape(source, start, pickle.size), loader).load()
     return Archive(source, value, ((start, pickle.size),))
-
-
-class _ZipStorages:
-    """Persistent ids of a zip archive: ("storage", class, key, location, number of elements)."""
-
-    def __init__(self, source: Source, members: dict[str, Member], prefix: str) -> None:
-        self._source = source
-        self._members = members
-        self._prefix = prefix
-        self._seen: dict[str, Storage] = {}
-
-    def __call__(self, identity: Any) -> Storage | Opaque:
-        kind, key, numel = storage_identity(self._source, identity)
-        if kind is None:
-            return Opaque("torch storage of a type not read here")
-        if key in self._seen:
-            return self._seen[key]
-        nbytes = numel * kind.dtype.itemsize
-        member = self._members.get(self._prefix + key)
-        if member is None:
-            raise BrokenArchive(f"{self._source.path}: storage {key!r} is not in the archive; damaged file")
-        if member.size < nbytes:
-            raise UnsafeArchive(
-                f"{self._source.path}: storage {key!r} claims {nbytes} bytes, the archive holds {member.size}"
-            )
-        storage = Storage(self._source, key, kind.dtype, nbytes, member.header)
-        self._seen[key] = storage
-        return storage
-
-
-def storage_identity(source: Source, identity: Any) -> tuple[StorageClass | None, str, int]:
-    """The class (None for quantized ones), key and number of elements out of a persistent id, whatever it claims."""
-    if isinstance(identity, tuple) and len(identity) >= 5 and identity[0] in ("storage", b"storage"):
-        kind, key, numel = identity[1], identity[2], identity[4]
-        known = isinstance(kind, StorageClass)
-        foreign = isinstance(kind, Global) and kind.name.endswith("Storage")
-        if (known or foreign) and isinstance(key, str) and type(numel) is int and 0 <= numel < 1 << 62:
-            return kind if isinstance(kind, StorageClass) else None, key, numel
-    raise UnsafeArchive(f"{source.path}: a persistent id is not one of torch's storages")

@@ -10,12 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from lazyzero.container.objects import Global, Opaque, Storage, TensorRef
+from lazyzero.container.brief import brief
+from lazyzero.container.objects import Global, Opaque, Storage, TensorRef, as_key
 from lazyzero.dtypes import DTYPES, STORAGE_CLASSES, DType
 from lazyzero.errors import UnsafeArchive
 
 _MOST_DIMENSIONS = 64
 _LARGEST = 1 << 62
+_MOST_EXPANDED = 1 << 30  # bytes of a tensor that repeats the elements of a smaller storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,26 +38,40 @@ def resolve(module: str, name: str) -> Builder | Global | DType:
 def _tensor(
     storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any = False, hooks: Any = None, *rest: Any
 ) -> Any:
-    """torch._utils._rebuild_tensor_v2, and _v3 whose seventh argument is the dtype."""
+    """torch._utils._rebuild_tensor_v2 (`rest`: metadata), and _v3 (`rest`: dtype, metadata)."""
     if isinstance(storage, Opaque):
         return Opaque("torch.Tensor", (storage,))
     if not isinstance(storage, Storage):
         raise UnsafeArchive("a tensor is built from something that is no storage")
-    dtype = rest[0] if rest and isinstance(rest[0], DType) else storage.dtype
+    dtype = storage.dtype
+    for more in rest:
+        if isinstance(more, DType):
+            dtype = more
+        elif isinstance(more, Global) or (isinstance(more, dict) and any(more.values())):
+            # An element type not known here, or bits that change the values: conjugated, negated.
+            return Opaque("torch.Tensor", (storage, more))
     shape, steps = _counts(size, "size"), _counts(stride, "stride")
-    if not (isinstance(offset, int) and 0 <= offset < _LARGEST) or len(shape) != len(steps):
+    if not (type(offset) is int and 0 <= offset < _LARGEST) or len(shape) != len(steps):
         raise UnsafeArchive("a tensor has an impossible offset, or more strides than dimensions")
-    last = offset
-    if 0 not in shape:
-        last += sum((n - 1) * step for n, step in zip(shape, steps, strict=True)) + 1
-    if last * dtype.itemsize > storage.nbytes:
-        raise UnsafeArchive(
-            f"a tensor of shape {list(shape)[:8]} at offset {offset} reaches past its storage of {storage.nbytes} bytes"
-        )
     ref = TensorRef(storage, offset, shape, steps, dtype)
-    if ref.numel >= _LARGEST:
-        raise UnsafeArchive(f"a tensor of shape {list(shape)[:8]} has more elements than any memory")
+    _check_extent(ref)
     return ref
+
+
+def _check_extent(ref: TensorRef) -> None:
+    """Refuses a view that leaves its storage, or that makes far more of it than there is (strides of zero)."""
+    last = ref.offset
+    if 0 not in ref.shape:
+        last += sum((n - 1) * step for n, step in zip(ref.shape, ref.stride, strict=True)) + 1
+    if last * ref.dtype.itemsize > ref.storage.nbytes:
+        raise UnsafeArchive(
+            f"a tensor of shape {brief(ref.shape)} at offset {ref.offset} reaches past its storage of {ref.storage.nbytes} bytes"
+        )
+    nbytes = ref.numel * ref.dtype.itemsize
+    if nbytes > max(ref.storage.nbytes, _MOST_EXPANDED):
+        raise UnsafeArchive(
+            f"a tensor of shape {brief(ref.shape)} claims {nbytes} bytes, its storage holds {ref.storage.nbytes}"
+        )
 
 
 def _counts(value: Any, what: str) -> tuple[int, ...]:
@@ -63,7 +79,7 @@ def _counts(value: Any, what: str) -> tuple[int, ...]:
         raise UnsafeArchive(f"a tensor's {what} is not a short tuple")
     for item in value:
         if type(item) is not int or not 0 <= item < _LARGEST:
-            raise UnsafeArchive(f"a tensor's {what} holds {item!r:.40}, which is no count")
+            raise UnsafeArchive(f"a tensor's {what} holds {brief(item)}, which is no count")
     return tuple(value)
 
 
@@ -81,8 +97,8 @@ def _first(*args: Any) -> Any:
 
 def _mapping(*args: Any) -> dict[Any, Any]:
     """collections.OrderedDict(): empty, or from a list of pairs as protocol 0 and old Pythons wrote it."""
-    pairs = args[0] if args else []
-    return {pair[0]: pair[1] for pair in pairs if isinstance(pair, (list, tuple)) and isinstance(pair[0], (str, int))}
+    pairs = args[0] if args and isinstance(args[0], (list, tuple)) else []
+    return {as_key(pair[0]): pair[1] for pair in pairs if isinstance(pair, (list, tuple)) and len(pair) == 2}
 
 
 def _sequence(*args: Any) -> list[Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from lazyzero.container.brief import brief
 from lazyzero.container.source import Source
+from lazyzero.container.zipdir import Member, data_offset
 from lazyzero.dtypes import DType
 from lazyzero.errors import BrokenArchive
 
@@ -17,14 +19,14 @@ class Storage:
     and reading thousands of those for tensors nobody asks for would cost more than the conversion.
     """
 
-    __slots__ = ("_offset", "dtype", "header", "key", "nbytes", "source")
+    __slots__ = ("_offset", "dtype", "key", "member", "nbytes", "source")
 
-    def __init__(self, source: Source, key: str, dtype: DType, nbytes: int, header: int | None = None) -> None:
+    def __init__(self, source: Source, key: str, dtype: DType, nbytes: int, member: Member | None = None) -> None:
         self.source = source
         self.key = key
         self.dtype = dtype
         self.nbytes = nbytes
-        self.header = header
+        self.member = member
         self._offset: int | None = None
 
     def place(self, offset: int) -> None:
@@ -35,11 +37,9 @@ class Storage:
     def offset(self) -> int:
         """Byte offset of the data in the source file."""
         if self._offset is None:
-            if self.header is None:
-                raise BrokenArchive(f"{self.source.path}: storage {self.key!r} has no data in the file")
-            from lazyzero.container.zipdir import data_offset
-
-            self._offset = data_offset(self.source, self.header, self.nbytes)
+            if self.member is None:
+                raise BrokenArchive(f"{self.source.path}: storage {brief(self.key)} has no data in the file")
+            self._offset = data_offset(self.source, self.member)
         return self._offset
 
     def __repr__(self) -> str:
@@ -86,10 +86,10 @@ class Global:
 
     module: str
     name: str
+    path: str = field(init=False, compare=False)  # one string, however many objects of the class there are
 
-    @property
-    def path(self) -> str:
-        return f"{self.module}.{self.name}"
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", f"{self.module}.{self.name}")
 
     def __repr__(self) -> str:
         return f"<{self.path}>"
@@ -119,3 +119,17 @@ class Skipped:
     """A string too long to be of use to anyone here; `length` in bytes."""
 
     length: int
+
+
+def as_key(key: Any) -> Any:
+    """`key` as a dict key that a file cannot make expensive.
+
+    Anybody can write down thousands of floats, tuples or large integers of one hash, and then every insertion compares
+    with all the earlier ones. Text is hashed with a secret, small integers are their own hash; the rest become inert.
+    """
+    if isinstance(key, (str, bytes)) or key is None or (isinstance(key, int) and -_KEYS < key < _KEYS):
+        return key
+    return Opaque(f"key of type {type(key).__name__}")
+
+
+_KEYS = 1 << 32

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import re
+
 from lazyzero.container.source import Source
-from lazyzero.errors import BrokenArchive
+from lazyzero.errors import BrokenArchive, UnsafeArchive
 
 _CHUNK = 128 << 10
 _LONGEST_LINE = 64 << 10
+_LONGEST = 1 << 30  # bytes of a file's pickles, most of them in strings that are skipped
 
 
 class Tape:
-    """Bytes [offset, offset + length) of a source, taken one after the other."""
+    """Bytes [offset, offset + length) of a source, taken one after the other; never more than 1 GiB of them."""
 
     def __init__(self, source: Source, offset: int, length: int) -> None:
         self.source = source
         self._next = offset  # file position of the first byte not buffered yet
-        self._end = offset + length
+        self._end = offset + min(length, _LONGEST)
+        self._cut = length > _LONGEST
         self._buffer = b""
         self._at = 0
 
@@ -66,6 +70,16 @@ class Tape:
                 raise BrokenArchive(f"{self.source.path}: a text line of the pickle has no end; damaged file")
             self._fill(have + 1)
 
+    def pass_over(self, pattern: re.Pattern[bytes], longest: int) -> int:
+        """Passes over what `pattern` matches from here, at most `longest` bytes. Returns their number."""
+        if len(self._buffer) - self._at < longest:
+            self._fill(min(longest, self._end - self.position))
+        found = pattern.match(self._buffer, self._at, self._at + longest)
+        if found is None:
+            return 0
+        self._at = found.end()
+        return len(found[0])
+
     def _fill(self, count: int) -> None:
         rest = self._buffer[self._at :]
         missing = count - len(rest)
@@ -77,4 +91,8 @@ class Tape:
         self._at = 0
 
     def _ended(self) -> BrokenArchive:
+        if self._cut:
+            return UnsafeArchive(
+                f"{self.source.path}: a pickle of more than {_LONGEST} bytes, which no checkpoint needs"
+            )
         return BrokenArchive(f"{self.source.path}: the pickle ends early; the file is truncated or damaged")

@@ -19,8 +19,6 @@ from typing import Any
 
 from lazyzero.container.archive import open_archive
 from lazyzero.container.objects import Storage, TensorRef
-from lazyzero.container.source import Source
-from lazyzero.container.zipdir import read_directory
 from lazyzero.errors import MissingDependency, WriteError
 from lazyzero.export.crc import combine
 from lazyzero.export.plan import Shard
@@ -85,20 +83,18 @@ class Skeleton:
 def read_skeleton(path: Path, shard: Shard) -> Skeleton:
     """Finds the places in the file `write_skeleton` wrote."""
     refs = open_archive(path).root
-    members = read_directory(Source.open(path))
-    by_header = {member.header: member.entry for member in members.values()}
     rows = []
     for name, placeholder in shard.entries:
         ref = refs[name]
         if isinstance(ref, TensorRef) and placeholder.tied_to not in dict(shard.entries):
-            rows.append((Place(name, placeholder, ref.storage.offset), by_header[_header(ref.storage)]))
+            rows.append((Place(name, placeholder, ref.storage.offset), _entry(ref.storage)))
     rows.sort(key=lambda row: row[0].offset)
     return Skeleton(tuple(place for place, _ in rows), tuple(entry for _, entry in rows))
 
 
-def _header(storage: Storage) -> int:
-    assert storage.header is not None
-    return storage.header
+def _entry(storage: Storage) -> int:
+    assert storage.member is not None
+    return storage.member.entry
 
 
 class Checksums:

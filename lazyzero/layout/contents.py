@@ -10,6 +10,8 @@ from lazyzero.container.objects import TensorRef
 from lazyzero.layout.states import ModelStates
 from lazyzero.tensor import LazyTensor, View
 
+_NOT_PLAIN = "it is no plain tensor but sparse, quantized, or of an element type not read here"
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -74,6 +76,7 @@ def assemble(
     known = [*model.module, *(name for shapes in model.param_shapes or () for name in shapes), *model.frozen_shapes]
     missing = {name: why_missing for name in known if name not in entries}
     missing.update({name: why_missing for name in model.shared if name not in entries})
+    missing.update({name: _NOT_PLAIN for name in model.unread if name not in entries})
     return Assembly(entries, missing)
 
 
@@ -98,8 +101,7 @@ def _tie(
         owners = [name for name in names if name in rebuilt] or [name for name in names if name in entries]
         if owners:
             aliases.update({name: owners[0] for name in names if name != owners[0] and name not in rebuilt})
-    for alias in model.shared:
-        owner = _end_of_chain(model.shared, alias)
+    for alias, owner in _ends_of_chains(model.shared).items():
         if alias in model.module and owner in model.module:
             continue  # the storages have decided, and they know better (zero-sized parameters collide here)
         if alias not in entries and alias not in aliases:
@@ -121,10 +123,15 @@ def _identical(module: dict[str, TensorRef], *, partitioned: bool) -> Iterable[l
     return [names for names in groups.values() if len(names) > 1]
 
 
-def _end_of_chain(shared: dict[str, str], alias: str) -> str:
-    seen = {alias}
-    owner = shared[alias]
-    while owner in shared and owner not in seen:
-        seen.add(owner)
-        owner = shared[owner]
-    return owner
+def _ends_of_chains(shared: dict[str, str]) -> dict[str, str]:
+    """alias -> the owner at the end of its chain; each chain is walked once, and a circle ends where it closes."""
+    ends: dict[str, str] = {}
+    for alias in shared:
+        chain: dict[str, None] = {}
+        name = alias
+        while name in shared and name not in chain and name not in ends:
+            chain[name] = None
+            name = shared[name]
+        end = ends.get(name, name)
+        ends.update(dict.fromkeys(chain, end))
+    return ends

@@ -12,15 +12,15 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lazyzero.errors import AmbiguousCheckpoint, CheckpointNotFound, ReadError
+from lazyzero.errors import AmbiguousCheckpoint, CheckpointNotFound, InconsistentCheckpoint, LazyZeroError, ReadError
 
-_OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
-_ZERO_MODEL = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
-_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-_EXPERT = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
-_EXPERT_OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
-_LONGEST_TAG = 4096  # bytes; a path component has at most 255
+_OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_?optim_states\.pt")
+_ZERO_MODEL = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_model_states\.pt")
+_MODEL = re.compile(r"mp_rank_([0-9]+)_model_states\.pt")
+_EXPERT = re.compile(r"(?:layer_([0-9]+)_)?expert_([0-9]+)_mp_rank_([0-9]+)_model_states\.pt")
+_EXPERT_OPTIM = re.compile(r"expp_rank_([0-9]+)_mp_rank_([0-9]+)_optim_states\.pt")
+_LAYER = re.compile(r"layer_([0-9]+)-model_([0-9]+)-model_states\.pt")
+_LONGEST_TAG = 1024  # bytes; a path component has at most 255
 
 Ranks = dict[tuple[int, int], str]
 
@@ -57,6 +57,7 @@ def list_files(directory: str | os.PathLike[str]) -> FileSet:
         raise ReadError(f"{files.directory}: cannot be listed: {error.strerror}") from None
     for name in names:
         _sort_in(files, name, os.path.join(files.directory, name))
+    _refuse_doubles(files, names)
     zero = os.path.join(files.directory, "zero")
     offloaded = os.path.isdir(os.path.join(files.directory, "offloaded_tensors"))
     return FileSet(
@@ -80,14 +81,26 @@ def _sort_in(files: FileSet, name: str, path: str) -> None:
         files.layers.append(path)
 
 
+def _refuse_doubles(files: FileSet, names: list[str]) -> None:
+    """No two files may be of one rank, as `mp_rank_0_` and `mp_rank_00_` would be: one of them would be passed over."""
+    ranked = sum(map(len, files.optim.values())) + len(files.zero_model) + len(files.model)
+    patterns = (_OPTIM, _ZERO_MODEL, _MODEL)
+    found = [name for name in names if any(pattern.fullmatch(name) for pattern in patterns)]
+    if len(found) > ranked:
+        raise InconsistentCheckpoint(
+            f"{files.directory}: expected one file for each rank, found {len(found)} files for {ranked} ranks "
+            f"(ranks written in two ways); move those of another run away"
+        )
+
+
 def find_tag_dir(path: str | os.PathLike[str], tag: str | None = None) -> Path:
     """The tag directory for what the user gave: a root with `latest`, a root with one tag, or a tag directory.
 
     Raises CheckpointNotFound, AmbiguousCheckpoint (naming the tags), or ReadError.
     """
     root = Path(path)
-    if not root.is_dir():
-        if root.exists():
+    if not os.path.isdir(root):
+        if os.path.exists(root):
             raise CheckpointNotFound(f"{root}: is a file; give the checkpoint's directory, {root.parent} perhaps")
         raise CheckpointNotFound(f"{root}: no such directory")
     if tag is not None:
@@ -95,19 +108,21 @@ def find_tag_dir(path: str | os.PathLike[str], tag: str | None = None) -> Path:
     if list_files(root).any:
         return root
     for pointer in ("latest", "latest_universal"):
-        if (root / pointer).is_file():
+        if os.path.isfile(root / pointer):
             return _pointed(root, root / pointer)
     tags = _tags(root)
     if len(tags) == 1:
+        _refuse_elsewhere(root, tags[0], root)
         return root / tags[0]
     if tags:
-        shown = ", ".join(tags)
-        raise AmbiguousCheckpoint(f"{root}: has no `latest` file and several tags: {shown}; choose one with --tag")
+        raise AmbiguousCheckpoint(
+            f"{root}: has no `latest` file and several tags: {_listed(tags)}; choose one with --tag"
+        )
     raise CheckpointNotFound(f"{root}: {_why_nothing(root)}")
 
 
 def _tagged(root: Path, tag: str) -> Path:
-    if (root / tag).is_dir() and list_files(root / tag).any:
+    if os.path.isdir(root / tag) and list_files(root / tag).any:
         return root / tag
     if root.name == tag and list_files(root).any:
         return root
@@ -122,35 +137,50 @@ def _pointed(root: Path, pointer: Path) -> Path:
         raise ReadError(f"{pointer}: cannot be read: {error.strerror}") from None
     tag = raw.decode("utf-8", "replace").strip()
     inside = Path(tag)
-    if not tag or len(raw) > _LONGEST_TAG or not tag.isprintable() or inside.is_absolute() or ".." in inside.parts:
+    plain = tag and len(raw) <= _LONGEST_TAG and tag.isprintable() and "\ufffd" not in tag
+    if not plain or inside.is_absolute() or ".." in inside.parts:
         raise CheckpointNotFound(f"{pointer}: expected the name of a tag, found {tag[:60]!r}; name one with --tag")
-    if not (root / tag).is_dir():
+    if not os.path.isdir(root / tag):
         raise CheckpointNotFound(f"{pointer}: names tag {tag!r}, which is not there; found {_listed(_tags(root))}")
-    if not (root / tag).resolve().is_relative_to(root.resolve()):
-        raise CheckpointNotFound(
-            f"{pointer}: tag {tag!r} leads out of {root}; give that directory itself if you trust it"
-        )
+    _refuse_elsewhere(root, tag, pointer)
     if not list_files(root / tag).any:
         raise CheckpointNotFound(f"{root / tag}: no DeepSpeed files in it; found {_listed(_tags(root))} in {root}")
     return root / tag
 
 
-def _tags(root: Path) -> list[str]:
+def _refuse_elsewhere(root: Path, tag: str, told_by: Path) -> None:
+    """A tag that was not named by the user must not be a link to a place the user did not name."""
+    if not Path(os.path.realpath(root / tag)).is_relative_to(os.path.realpath(root)):
+        raise CheckpointNotFound(
+            f"{told_by}: tag {tag!r} leads out of {root}; give that directory itself if you trust it"
+        )
+
+
+def _directories(root: Path) -> list[str]:
     try:
-        found = [entry.name for entry in os.scandir(root) if entry.is_dir()]
+        return sorted(name for name in os.listdir(root) if os.path.isdir(root / name))
     except OSError:
         return []
-    return sorted(name for name in found if list_files(root / name).any)
+
+
+def _tags(root: Path) -> list[str]:
+    return [name for name in _directories(root) if _holds_any(root / name)]
+
+
+def _holds_any(directory: Path) -> bool:
+    try:
+        return list_files(directory).any
+    except LazyZeroError:  # a neighbour that cannot be read is not the one that is meant
+        return False
 
 
 def _listed(tags: list[str]) -> str:
-    return ", ".join(tags) if tags else "no other tag"
+    more = f" and {len(tags) - 20} more" if len(tags) > 20 else ""
+    return ", ".join(tags[:20]) + more if tags else "no other tag"
 
 
 def _why_nothing(root: Path) -> str:
-    inner = sorted(
-        entry.name for entry in root.iterdir() if entry.is_dir() and (_tags(entry) or (entry / "latest").exists())
-    )
+    inner = [name for name in _directories(root) if _tags(root / name) or os.path.exists(root / name / "latest")]
     if inner:
         return f"holds no checkpoint itself; give one of {', '.join(inner[:20])}"
     from lazyzero.layout.leftovers import plain_weights  # only now, when it takes a look into files to say more

@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from lazyzero.container.brief import brief
+from lazyzero.container.source import Source
 from lazyzero.errors import InconsistentCheckpoint, MissingFiles, UnsupportedLayout
 from lazyzero.layout.discover import FileSet, Ranks
 from lazyzero.layout.states import OptimStates, as_int, read_optim
+from lazyzero.layout.steps import step_of
+
+_MOST_RANKS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +68,7 @@ def _choose_prefix(files: FileSet) -> tuple[str, list[str]]:
     if len(files.optim) == 1:
         return next(iter(files.optim)), []
     newest = {
-        prefix: max(os.stat(path).st_mtime_ns for path in ranks.values()) for prefix, ranks in files.optim.items()
+        prefix: max(Source.open(path).mtime_ns for path in ranks.values()) for prefix, ranks in files.optim.items()
     }
     best = max(newest, key=lambda prefix: (_matches_config(files, prefix), newest[prefix]))
     aside = [path for prefix, ranks in files.optim.items() if prefix != best for path in ranks.values()]
@@ -89,36 +94,42 @@ def _world(first: OptimStates, found: int) -> int:
     """The number of partitions as recorded: an int, or a list of equal ints, one per group."""
     recorded = first.state.get("partition_count")
     counts = recorded if isinstance(recorded, list) else [recorded]
-    values = {as_int(count) for count in counts}
     if recorded is None or not counts:
         return found
-    value = values.pop() if len(values) == 1 else None
-    if value is None:
-        raise UnsupportedLayout(f"{first.path}: partition_count {recorded!r:.80} differs between groups (experts?)")
-    if not 0 < value <= 1_000_000:
-        raise InconsistentCheckpoint(
-            f"{first.path}: expected a partition_count above 0, found {value}; the file is damaged"
-        )
-    return value
+    values = {as_int(count) for count in counts}
+    for value in values:
+        if value is None or not 0 < value <= _MOST_RANKS:
+            raise InconsistentCheckpoint(
+                f"{first.path}: expected a partition_count from 1 to {_MOST_RANKS}, found {brief(recorded)}; the file is damaged"
+            )
+    if len(values) > 1:
+        raise UnsupportedLayout(f"{first.path}: partition_count {brief(recorded)} differs between groups (experts?)")
+    return values.pop() or found
 
 
 def _agree(ranks: tuple[OptimStates, ...]) -> None:
     """Ranks of two runs must not be mixed."""
     first = ranks[0]
+    known = _marks(first)
     for other in ranks[1:]:
-        for what, a, b in (
-            ("zero_stage", first.stage, other.stage),
-            ("ds_version", first.version, other.version),
-            ("partition_count", _plain(first.state.get("partition_count")), _plain(other.state.get("partition_count"))),
-        ):
-            if a != b:
+        for what, found in _marks(other).items():
+            if known[what] is None and what == "step":
+                known[what] = found
+            elif found != known[what] and not (found is None and what == "step"):
                 raise InconsistentCheckpoint(
-                    f"{other.path}: has {what} {b}, {os.path.basename(first.path)} has {a}; the files are of different runs"
+                    f"{other.path}: has {what} {found}, {os.path.basename(first.path)} has {known[what]}; "
+                    "the files are of different runs"
                 )
 
 
-def _plain(value: object) -> object:
-    return repr(value)[:200]
+def _marks(rank: OptimStates) -> dict[str, object]:
+    """What all ranks of one save have in common. Ranks whose partitions are empty have counted no steps."""
+    return {
+        "zero_stage": rank.stage,
+        "ds_version": rank.version,
+        "partition_count": brief(rank.state.get("partition_count"), 200),
+        "step": step_of(rank.state),
+    }
 
 
 def _missing_message(directory: str, by_rank: dict[int, str], world: int, prefix: str, mp: int) -> str:

@@ -8,11 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lazyzero.container.archive import Archive, open_archive
+from lazyzero.container.brief import brief
 from lazyzero.container.objects import Opaque, TensorRef
 from lazyzero.errors import InconsistentCheckpoint, UnsupportedLayout
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
+
+_MOST_NAMES = 200_000  # more than twice what the model with the most experts has
+_MOST_DIMENSIONS = 64
+_MOST_ELEMENTS = 1 << 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,7 @@ class ModelStates:
     shared: dict[str, str]
     version: str | None
     root: dict[str, Any] = field(repr=False)
+    unread: frozenset[str] = frozenset()  # names in `module` of tensors that are not plain: sparse, quantized
 
     @property
     def path(self) -> str:
@@ -49,9 +55,10 @@ def read_model(path: str, *, without_module: bool = False) -> ModelStates:
             f"{path}: `module` is empty, as in pipeline checkpoints; that layout is not supported here"
         )
     buffers = root.get("buffer_names")
+    saved = named(path, module, "module")
     return ModelStates(
         archive,
-        {name: ref for name, ref in named(path, module, "module").items() if isinstance(ref, TensorRef)},
+        {name: ref for name, ref in saved.items() if isinstance(ref, TensorRef)},
         frozenset(filter(_is_str, buffers)) if isinstance(buffers, (list, tuple)) else None,
         read_shapes(path, root.get("param_shapes")),
         _shapes(path, root.get("frozen_param_shapes") or {}, "frozen_param_shapes"),
@@ -59,6 +66,13 @@ def read_model(path: str, *, without_module: bool = False) -> ModelStates:
         _shared(root.get("shared_params")),
         version_of(root),
         root,
+        frozenset(name for name, value in saved.items() if _is_other_tensor(value)),
+    )
+
+
+def _is_other_tensor(value: Any) -> bool:
+    return isinstance(value, Opaque) and (
+        value.kind == "torch.Tensor" or value.kind.startswith("torch._utils._rebuild_")
     )
 
 
@@ -88,10 +102,10 @@ class OptimStates:
         """The flat groups under `key`. Raises InconsistentCheckpoint unless they are 1-D tensors."""
         found = self.state.get(key)
         if not isinstance(found, list) or not all(isinstance(flat, TensorRef) for flat in found):
-            raise InconsistentCheckpoint(f"{self.path}: expected a list of tensors in `{key}`, found {found!r:.80}")
+            raise InconsistentCheckpoint(f"{self.path}: expected a list of tensors in `{key}`, found {brief(found)}")
         for flat in found:
             if len(flat.shape) != 1 or not flat.contiguous:
-                raise InconsistentCheckpoint(f"{self.path}: expected 1-D tensors in `{key}`, found {list(flat.shape)}")
+                raise InconsistentCheckpoint(f"{self.path}: expected 1-D tensors in `{key}`, found {brief(flat.shape)}")
         return found
 
 
@@ -113,6 +127,10 @@ def read_shapes(path: str, value: Any) -> list[Shapes] | None:
 def named(path: str, value: Any, what: str) -> dict[str, Any]:
     """A dict whose keys are names. Raises InconsistentCheckpoint."""
     found = _dict(path, value, f"`{what}`")
+    if len(found) > _MOST_NAMES:
+        raise InconsistentCheckpoint(
+            f"{path}: `{what}` has {len(found)} entries, more than any model; the file is damaged"
+        )
     for name in found:
         check_name(path, name)
     return found
@@ -123,28 +141,40 @@ def tensors(path: str, value: Any, what: str) -> dict[str, TensorRef]:
     found = named(path, value, what)
     for name, ref in found.items():
         if not isinstance(ref, TensorRef):
-            raise InconsistentCheckpoint(f"{path}: {what}[{name!r}] is no plain tensor but {ref!r:.80}")
+            raise InconsistentCheckpoint(f"{path}: {what}[{brief(name)}] is no plain tensor but {brief(ref)}")
     return found
 
 
 def check_name(path: str, name: object) -> None:
-    """Refuses names no model has: not text, control characters, lone surrogates, kilobytes."""
+    """Refuses names no model has: not text, control characters, lone surrogates, kilobytes.
+
+    Slashes, spaces, and names that differ in case only are legal: names never become paths.
+    """
     good = isinstance(name, str) and 0 < len(name) <= 1024 and name.isprintable() and name != "__metadata__"
     if not good:
-        raise InconsistentCheckpoint(f"{path}: {name!r:.60} cannot be the name of a parameter; the file is damaged")
+        raise InconsistentCheckpoint(
+            f"{path}: {brief(name, 60)} cannot be the name of a parameter; the file is damaged"
+        )
+
+
+def check_once(path: str, names: Mapping[str, object], more: Mapping[str, object]) -> None:
+    """Refuses a parameter that two groups claim: the values of one of them would be lost."""
+    twice = names.keys() & more.keys()
+    if twice:
+        raise InconsistentCheckpoint(f"{path}: parameter {brief(min(twice))} is in two groups; the file is damaged")
 
 
 def as_int(value: Any) -> int | None:
-    """An int, or the value of a pickled int enumeration (`ZeroStageEnum(3)`); None for anything else."""
+    """An int of 64 bits, or the value of a pickled int enumeration (`ZeroStageEnum(3)`); None for anything else."""
     if isinstance(value, Opaque) and isinstance(value.args, tuple) and len(value.args) == 1:
         value = value.args[0]
-    return value if type(value) is int else None
+    return value if type(value) is int and -(1 << 63) <= value < 1 << 63 else None
 
 
 def version_of(root: Mapping[str, Any]) -> str | None:
     """The recorded `ds_version`."""
     version = root.get("ds_version")
-    return version if isinstance(version, str) else None
+    return version if isinstance(version, str) and len(version) <= 200 and version.isprintable() else None
 
 
 def older(version: str | None, than: tuple[int, int, int]) -> bool:
@@ -158,10 +188,22 @@ def older(version: str | None, than: tuple[int, int, int]) -> bool:
 def _shapes(path: str, value: Any, what: str) -> Shapes:
     shapes: Shapes = {}
     for name, shape in named(path, value, what).items():
-        if not isinstance(shape, (tuple, list)) or not all(type(size) is int and 0 <= size < 1 << 48 for size in shape):
-            raise InconsistentCheckpoint(f"{path}: {what}[{name!r}] is no shape but {shape!r:.80}")
+        if not is_shape(shape):
+            raise InconsistentCheckpoint(f"{path}: {what}[{brief(name)}] is no shape but {brief(shape)}")
         shapes[name] = tuple(shape)
     return shapes
+
+
+def is_shape(value: Any) -> bool:
+    """Whether a value can be the shape of a tensor that exists."""
+    if not isinstance(value, (tuple, list)) or len(value) > _MOST_DIMENSIONS:
+        return False
+    count = 1
+    for size in value:
+        if type(size) is not int or not 0 <= size < _MOST_ELEMENTS:
+            return False
+        count *= size or 1
+    return count < _MOST_ELEMENTS
 
 
 def _shared(value: Any) -> dict[str, str]:

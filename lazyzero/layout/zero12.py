@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable
 from itertools import repeat
 
+from lazyzero.container.brief import brief
 from lazyzero.container.objects import TensorRef
 from lazyzero.errors import InconsistentCheckpoint, MissingFiles
 from lazyzero.layout import moments
@@ -18,7 +19,7 @@ from lazyzero.layout.contents import Check, Contents, assemble, view
 from lazyzero.layout.found import Found
 from lazyzero.layout.order import param_groups
 from lazyzero.layout.ranks import Optimizer
-from lazyzero.layout.states import ModelStates, OptimStates, Shapes, as_int, read_model
+from lazyzero.layout.states import ModelStates, OptimStates, Shapes, as_int, check_once, read_model
 from lazyzero.tensor import Chain, LazyTensor, Slice
 
 FLATS = "single_partition_of_fp32_groups"
@@ -48,7 +49,9 @@ def read(found: Found) -> Contents:
         )
     trainable: dict[str, LazyTensor] = {}
     for index, (group, chain) in enumerate(zip(groups, stored, strict=True)):
-        trainable.update(_group(optimizer.ranks, index, group, chain))
+        tensors = _group(optimizer.ranks, index, group, chain)
+        check_once(model.path, trainable, tensors)
+        trainable.update(tensors)
     return deliver(found, model, trainable, stage=optimizer.stage)
 
 
@@ -86,7 +89,23 @@ def chains(optimizer: Optimizer, flats: list[list[TensorRef]]) -> list[Chain]:
     if len({len(groups) for groups in flats}) != 1:
         counts = ", ".join(f"rank {rank}: {len(groups)}" for rank, groups in enumerate(flats))
         raise InconsistentCheckpoint(f"{optimizer.ranks[0].path}: param groups differ between ranks ({counts:.200})")
+    _check_cuts(optimizer.ranks, flats)
     return [_chain(optimizer.ranks[0].path, [groups[index] for groups in flats]) for index in range(len(flats[0]))]
+
+
+def _check_cuts(ranks: tuple[OptimStates, ...], flats: list[list[TensorRef]]) -> None:
+    """The partitions of a group are of one length; where the tail padding is cut off, one is shorter, the rest empty."""
+    whole = [flat.numel for flat in flats[0]]
+    before = whole
+    for rank, groups in zip(ranks, flats, strict=True):
+        lengths = [flat.numel for flat in groups]
+        for index, (full, last, length) in enumerate(zip(whole, before, lengths, strict=True)):
+            if length != full and (length > full or (last < full and length)):
+                raise InconsistentCheckpoint(
+                    f"{rank.path}: group {index}: expected {full if last == full else 0} elements or fewer, found {length}; "
+                    f"rank 0 has {full}; the files are of different runs"
+                )
+        before = lengths
 
 
 def _chain(path: str, views: list[TensorRef]) -> Chain:
@@ -135,7 +154,7 @@ def _account(ranks: tuple[OptimStates, ...], group: int, *, needed: int, found: 
         tails = _unrecorded_tails(needed, len(ranks))
     if found - needed in tails | {0}:
         return
-    told = "none" if not recorded else str(recorded)
+    told = "none" if not recorded else brief(recorded)
     raise InconsistentCheckpoint(
         f"{ranks[0].path}: group {group}: expected {needed} elements of parameters and {told} of padding, "
         f"found {found} over {len(ranks)} ranks; files of different runs, or names in an order that is not recorded"
@@ -185,6 +204,6 @@ def _checks(model: ModelStates, trainable: dict[str, LazyTensor]) -> list[Check]
             checks.append(Check(tensor, view(name, ref, "module")))
         elif ref is not None:
             raise InconsistentCheckpoint(
-                f"{model.path}: {name!r} has shape {list(tensor.shape)} in `param_shapes` and {list(ref.shape)} in `module`"
+                f"{model.path}: {brief(name)} has shape {list(tensor.shape)} in `param_shapes` and {list(ref.shape)} in `module`"
             )
     return checks

@@ -11,6 +11,7 @@ import math
 import os
 
 from lazyzero.container.archive import Archive
+from lazyzero.container.brief import brief
 from lazyzero.container.objects import TensorRef
 from lazyzero.errors import InconsistentCheckpoint, LazyZeroError, MissingFiles, UnsupportedLayout
 from lazyzero.layout import moments
@@ -19,7 +20,7 @@ from lazyzero.layout.contents import Contents, assemble
 from lazyzero.layout.discover import FileSet
 from lazyzero.layout.found import Found
 from lazyzero.layout.ranks import Optimizer, spans
-from lazyzero.layout.states import ModelStates, OptimStates, Shapes, older, read_model, read_shapes
+from lazyzero.layout.states import ModelStates, OptimStates, Shapes, as_int, check_once, older, read_model, read_shapes
 from lazyzero.tensor import Absent, Chain, LazyTensor, Striped
 
 _WHY_MISSING = (
@@ -76,7 +77,10 @@ def deliver(
 ) -> Contents:
     """The contents, given every rank's flats and the files they are in besides the optimizer's."""
     optimizer = found.optimizer
-    shapes: Shapes = {name: shape for group in groups for name, shape in group.items()}
+    shapes: Shapes = {}
+    for group in groups:
+        check_once(model.path, shapes, group)
+        shapes.update(group)
     trainable = _trainable(optimizer, shapes, flats)
     frozen, archives = frozen_weights(model, model_paths(found.files), optimizer.world_size)
     frozen = {name: tensor for name, tensor in frozen.items() if name not in trainable}
@@ -155,9 +159,23 @@ def frozen_weights(
     for rank in sorted(set(range(world)) & set(paths)):
         if paths[rank] != model.path:
             other = read_model(paths[rank])
+            _agree(model, other)
             fragments.append({name: ref for name, ref in other.frozen.items() if name in shapes})
             archives.append(other.archive)
     return {name: _fragments(model, name, shape, fragments, world) for name, shape in shapes.items()}, archives
+
+
+def _agree(model: ModelStates, other: ModelStates) -> None:
+    """Frozen fragments of two saves must not be mixed."""
+    for what, expected, found in (
+        ("ds_version", model.version, other.version),
+        ("global_steps", as_int(model.root.get("global_steps")), as_int(other.root.get("global_steps"))),
+    ):
+        if found != expected:
+            raise InconsistentCheckpoint(
+                f"{other.path}: has {what} {found}, {os.path.basename(model.path)} has {expected}; "
+                "the files are of different runs"
+            )
 
 
 def _fragments(
@@ -170,7 +188,7 @@ def _fragments(
         if piece is None or piece.numel != part or not piece.contiguous or piece.dtype != model.frozen[name].dtype:
             found = "nothing" if piece is None else f"{piece.numel} of {piece.dtype}"
             raise InconsistentCheckpoint(
-                f"{model.path}: frozen {name!r}: expected {part} elements from each of {world} ranks, rank {rank} has {found}"
+                f"{model.path}: frozen {brief(name)}: expected {part} elements from each of {world} ranks, rank {rank} has {found}"
             )
         chains.append(Chain([piece], piece.dtype))
     return LazyTensor(name, shape, Striped(tuple(chains), 0, max(part, 1)), "frozen")
