@@ -51,7 +51,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     @property
     def layout(self) -> str:
-        """What was recognised: "ZeRO-1", "ZeRO-2", "ZeRO-3", "BF16_Optimizer", "stage 0"."""
+        """What was recognised: "ZeRO-1", "ZeRO-2", "ZeRO-3", "BF16_Optimizer", "stage 0", "universal", ..."""
         return self._contents.layout
 
     @property

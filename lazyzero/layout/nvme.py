@@ -16,7 +16,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -29,7 +29,7 @@ from lazyzero.layout import moments, zero3
 from lazyzero.layout.contents import Contents
 from lazyzero.layout.discover import FileSet
 from lazyzero.layout.found import Found
-from lazyzero.layout.states import ModelStates, OptimStates, Shapes, as_int
+from lazyzero.layout.states import ModelStates, OptimStates, Shapes, as_int, older
 
 MOMENTS = True
 _SWAP_FILE = re.compile(r"(\d+)_(\d+)\.tensor\.swp")
@@ -53,8 +53,12 @@ class _Swapped:
 
 
 def matches(found: Found) -> bool:
-    """Whether there are swap files beside optimizer files of ZeRO-3."""
-    return found.files.offloaded and zero3.matches(found)
+    """Whether ZeRO-3's optimizer files come with swap files, or with flats so empty that they should."""
+    if not zero3.matches(found):
+        return False
+    first = found.optimizer.ranks[0]
+    emptied = not older(first.version, (0, 13, 0)) and any(not flat.numel for flat in first.flats(zero3.FLATS))
+    return found.files.offloaded or emptied
 
 
 def read(found: Found) -> Contents:
@@ -77,7 +81,8 @@ def read(found: Found) -> Contents:
             own[group.index] = ref
             files.append(Archive(ref.storage.source, None, ()))
         flats.append(own)
-    return zero3.deliver(found, model, groups, flats, tuple(files))
+    contents = zero3.deliver(found, model, groups, flats, tuple(files))
+    return replace(contents, layout="ZeRO-3, optimizer on NVMe") if swapped else contents
 
 
 def _swapped(ranks: tuple[OptimStates, ...], groups: list[Shapes]) -> list[_Swapped]:

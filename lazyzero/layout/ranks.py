@@ -138,7 +138,7 @@ def _missing_message(directory: str, by_rank: dict[int, str], world: int, prefix
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
     return (
         f"{directory}: optimizer files of some ranks are missing: have {spans(sorted(by_rank))}; need 0-{world - 1}; "
-        f"not found: {name}{more}; copy them from the node that wrote them"
+        f"not found: {name}{more}; copy them from the node that wrote them, or add its directory with --also"
     )
 
 

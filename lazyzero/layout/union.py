@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from lazyzero.cast import same
 from lazyzero.container.objects import TensorRef
 from lazyzero.container.source import Source
 from lazyzero.errors import CheckpointNotFound, InconsistentCheckpoint, InvalidRequest
@@ -150,4 +151,4 @@ def _parameters(a: ModelStates, b: ModelStates) -> list[tuple[TensorRef, TensorR
 
 def _same_values(mine: TensorRef, theirs: TensorRef) -> bool:
     a, b = view("", mine, "module"), view("", theirs, "module")
-    return all(bytes(x) == bytes(y) for x, y in zip(a.chunks(_CHUNK), b.chunks(_CHUNK), strict=True))
+    return all(same(x, y) for x, y in zip(a.chunks(_CHUNK), b.chunks(_CHUNK), strict=True))

@@ -66,7 +66,9 @@ def test_sub_groups_come_back_from_swap_files(tmp_path: Path) -> None:
     weights = tensors(same_size=False)
     offloaded(tmp_path, GROUPS, weights, ORDER, stay=(1,))
     expected = {name: weights[name] for group in GROUPS for name in group}
-    assert_tensors(open_checkpoint(tmp_path), expected)
+    checkpoint = open_checkpoint(tmp_path)
+    assert_tensors(checkpoint, expected)
+    assert checkpoint.layout == "ZeRO-3, optimizer on NVMe"
     moments = {name: tensor + 1 for name, tensor in expected.items()}
     assert_tensors(open_checkpoint(tmp_path, state="exp_avg"), moments)
 
@@ -121,6 +123,9 @@ def test_missing_rank_is_named(tmp_path: Path) -> None:
     offloaded(tmp_path, GROUPS, tensors(same_size=False), ORDER)
     shutil.rmtree(tmp_path / "offloaded_tensors" / "rank01")
     with pytest.raises(MissingFiles, match=r"offloaded_tensors/rank01 is not here \(1 of 3 ranks\)"):
+        open_checkpoint(tmp_path)
+    shutil.rmtree(tmp_path / "offloaded_tensors")
+    with pytest.raises(MissingFiles, match=r"offloaded to NVMe .* \(3 of 3 ranks\)"):
         open_checkpoint(tmp_path)
 
 
