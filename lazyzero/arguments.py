@@ -41,6 +41,19 @@ def _source_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tag", help="which tag to take, where there are several")
     parser.add_argument("--exclude-frozen", action="store_true", help="leave out parameters that were not trained")
+    parser.add_argument(
+        "--also",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="a further directory of the same save, from another node or tmp-checkpoint-*; may be given again",
+    )
+    parser.add_argument("--base-model", metavar="DIR", help="plain weights for frozen parameters that were never saved")
+    parser.add_argument(
+        "--state",
+        choices=("exp_avg", "exp_avg_sq"),
+        help="take the optimizer's moments in place of the weights",
+    )
 
 
 def _output_arguments(parser: argparse.ArgumentParser) -> None:

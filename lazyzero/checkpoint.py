@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
+from typing import TypedDict
 
 from lazyzero.container.archive import Archive
 from lazyzero.container.source import POOL, Source
+from lazyzero.errors import InvalidRequest
 from lazyzero.layout import moments
 from lazyzero.layout.contents import Check, Contents
 from lazyzero.layout.discover import find_tag_dir
@@ -23,9 +26,10 @@ class Checkpoint(Mapping[str, LazyTensor]):
     Only metadata has been read. Tensors stay usable after `close()`, which merely gives back file descriptors.
     """
 
-    def __init__(self, path: str, directory: str, contents: Contents) -> None:
+    def __init__(self, path: str, directory: str, contents: Contents, state: str | None = None) -> None:
         self.path = path
         self.directory = directory
+        self.state = state
         self._contents = contents
 
     def __getitem__(self, name: str) -> LazyTensor:
@@ -103,6 +107,31 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return f"Checkpoint({self.directory!r}, {self.layout}, {self.world_size} ranks, {len(self)} tensors)"
 
 
+class Opening(TypedDict, total=False):
+    """What `open_checkpoint` takes beside the path, for the functions that open a checkpoint on the way."""
+
+    tag: str | None
+    also: Sequence[str | os.PathLike[str]]
+    exclude_frozen: bool
+    base_model: str | os.PathLike[str] | None
+    state: str | None
+
+
+@contextmanager
+def opened(checkpoint: str | os.PathLike[str] | Checkpoint, opening: Opening) -> Iterator[Checkpoint]:
+    """An open checkpoint as it is, or the one at a path, opened here and closed at the end.
+
+    Raises InvalidRequest for words about opening what is open, and what `open_checkpoint` raises.
+    """
+    if isinstance(checkpoint, Checkpoint):
+        if opening:
+            raise InvalidRequest(f"{', '.join(opening)}: the checkpoint is open already; say this to open_checkpoint")
+        yield checkpoint
+        return
+    with open_checkpoint(checkpoint, **opening) as fresh:
+        yield fresh
+
+
 def open_checkpoint(
     path: str | os.PathLike[str],
     *,
@@ -131,4 +160,4 @@ def open_checkpoint(
         state=moments.requested(state),
     )
     contents = read_contents(found)
-    return Checkpoint(os.fspath(path), os.fspath(directory), contents)
+    return Checkpoint(os.fspath(path), os.fspath(directory), contents, found.state)

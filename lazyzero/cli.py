@@ -31,7 +31,14 @@ class Terminated(BaseException):
 
 
 def _open(args: argparse.Namespace) -> Checkpoint:
-    return open_checkpoint(args.checkpoint, tag=args.tag, exclude_frozen=args.exclude_frozen)
+    return open_checkpoint(
+        args.checkpoint,
+        tag=args.tag,
+        also=args.also,
+        exclude_frozen=args.exclude_frozen,
+        base_model=args.base_model,
+        state=args.state,
+    )
 
 
 def _options(args: argparse.Namespace) -> Options:

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from lazyzero import dtypes
 from lazyzero.cast import cast, differing
-from lazyzero.checkpoint import Checkpoint, open_checkpoint
+from lazyzero.checkpoint import Checkpoint, Opening, opened
 from lazyzero.dtypes import DType
 from lazyzero.errors import CheckpointNotFound, InvalidRequest, ReadError, VerificationFailed
 from lazyzero.export.plan import STEMS, with_dtype
@@ -58,10 +58,9 @@ def verify(
     output: str | os.PathLike[str],
     *,
     dtype: str | None = None,
-    tag: str | None = None,
-    exclude_frozen: bool = False,
     self_check: bool = True,
     workers: int = 2,
+    **opening: Unpack[Opening],
 ) -> Verification:
     """Reads `output` through the official readers and the checkpoint again, and compares them in bounded memory.
 
@@ -69,10 +68,13 @@ def verify(
     Raises SelfCheckFailed when the checkpoint disagrees with itself, CheckpointNotFound when there is no output.
     """
     began = time.monotonic()
-    if not isinstance(checkpoint, Checkpoint):
-        with open_checkpoint(checkpoint, tag=tag, exclude_frozen=exclude_frozen) as opened:
-            return verify(opened, output, dtype=dtype, self_check=self_check, workers=workers)
-    directory = Path(output)
+    with opened(checkpoint, opening) as source:
+        return _verify(source, Path(output), dtype, self_check=self_check, workers=workers, began=began)
+
+
+def _verify(
+    checkpoint: Checkpoint, directory: Path, dtype: str | None, *, self_check: bool, workers: int, began: float
+) -> Verification:
     files = weight_files(directory)
     checked = check(checkpoint.checks, full=True) if self_check else 0
     readers = {path.name: open_output(path) for path in files}
@@ -87,7 +89,7 @@ def verify(
     with ThreadPoolExecutor(max(1, workers)) as pool:
         differences += [line for line in pool.map(lambda item: _compare(*item), work) if line]
     return Verification(
-        output=os.fspath(output),
+        output=os.fspath(directory),
         files=tuple(path.name for path in files),
         tensors=len(work),
         elements=sum(tensor.numel for _, tensor, _ in work),

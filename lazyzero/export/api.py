@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
+from typing import Unpack
 
-from lazyzero.checkpoint import Checkpoint, open_checkpoint
+from lazyzero.checkpoint import Checkpoint, Opening, opened
 from lazyzero.export.finite import FiniteWatch
 from lazyzero.export.options import DEFAULT_SHARD, Options, make_options
 from lazyzero.export.progress import Progress
@@ -25,8 +25,6 @@ def convert(
     format: str = "safetensors",
     max_shard_size: str | int | None = DEFAULT_SHARD,
     tied: str = "clone",
-    tag: str | None = None,
-    exclude_frozen: bool = False,
     overwrite: bool = False,
     force: bool = False,
     self_check: bool = True,
@@ -38,13 +36,15 @@ def convert(
     io: str = "auto",
     progress: Progress | None = None,
     on_shard: Callable[[Finished], None] | None = None,
+    **opening: Unpack[Opening],
 ) -> Report:
     """Converts a checkpoint (a path, or one that is open) into plain weights in the directory `output`.
 
     `dtype` is fp32, bf16, fp16 or keep; `format` safetensors or bin; `max_shard_size` a size like "5GB", or None for one
     file. An interrupted conversion is resumed by the same call. `on_shard` is called with each finished file and may
-    take it away. `verify` compares every element afterwards. Raises LazyZeroError's descendants; nothing unfinished is
-    ever left under a final name.
+    take it away. `verify` compares every element afterwards. `opening` is what `open_checkpoint` takes: tag, also,
+    exclude_frozen, base_model, state. Raises LazyZeroError's descendants; nothing unfinished is ever left under a final
+    name.
     """
     options = make_options(
         dtype=dtype,
@@ -59,11 +59,9 @@ def convert(
         io=io,
         checksum=checksum,
     )
-    with ExitStack() as stack:
-        if not isinstance(checkpoint, Checkpoint):
-            checkpoint = stack.enter_context(open_checkpoint(checkpoint, tag=tag, exclude_frozen=exclude_frozen))
+    with opened(checkpoint, opening) as source:
         return export(
-            checkpoint,
+            source,
             output,
             options,
             verify=verify,
@@ -128,11 +126,10 @@ def stream(
     format: str = "safetensors",
     max_shard_size: str | int | None = DEFAULT_SHARD,
     tied: str = "clone",
-    tag: str | None = None,
-    exclude_frozen: bool = False,
     max_memory: str | int | None = None,
     workers: int | str | None = None,
     progress: Progress | None = None,
+    **opening: Unpack[Opening],
 ) -> Iterator[Finished]:
     """Yields each file of a conversion once it is whole and durable, the index last; move or delete it as you go.
 
@@ -147,7 +144,5 @@ def stream(
         max_memory=max_memory,
         workers=workers,
     )
-    with ExitStack() as stack:
-        if not isinstance(checkpoint, Checkpoint):
-            checkpoint = stack.enter_context(open_checkpoint(checkpoint, tag=tag, exclude_frozen=exclude_frozen))
-        yield from shards(checkpoint, Path(output), options, progress=progress, taken_away=True)
+    with opened(checkpoint, opening) as source:
+        yield from shards(source, Path(output), options, progress=progress, taken_away=True)

@@ -112,7 +112,7 @@ def prepare(checkpoint: Checkpoint, options: Options) -> int:
 
 def begin(checkpoint: Checkpoint, output: Path, plan: Plan, options: Options, *, taken_away: bool) -> Journal:
     """The journal to go on from. Raises OutputRefused when the directory holds anything else."""
-    identity = journal.identity_of(plan, options.settings(), checkpoint.archives)
+    identity = journal.identity_of(plan, {**options.settings(), "state": checkpoint.state}, checkpoint.archives)
     if options.overwrite:
         outdir.clear(output)
     found = journal.load(output)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lazyzero.container.archive import Archive
 from lazyzero.container.objects import TensorRef
@@ -34,6 +34,12 @@ class Contents:
     warnings: tuple[str, ...] = ()
     checks: tuple[Check, ...] = ()
     archives: tuple[Archive, ...] = ()
+
+
+def without_frozen(contents: Contents) -> Contents:
+    """Only what was trained, and the buffers; names that are left out on request are not missing."""
+    kept = {name: tensor for name, tensor in contents.entries.items() if tensor.role in ("trainable", "buffer")}
+    return replace(contents, entries=kept, missing={})
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Final
 
 from lazyzero.errors import MissingFiles, UnsupportedLayout
 from lazyzero.layout import moments, nvme, refused, universal, zero0, zero1_old, zero3, zero12
-from lazyzero.layout.contents import Contents
+from lazyzero.layout.contents import Contents, without_frozen
 from lazyzero.layout.found import Found
 
 # Each has `matches(found) -> bool`, `read(found) -> Contents`, and `MOMENTS = True` where `read` honours `found.state`.
@@ -21,7 +21,9 @@ def read_contents(found: Found) -> Contents:
             if found.state is not None and not getattr(layout, "MOMENTS", False):
                 raise UnsupportedLayout(f"{found.files.directory}: `{found.state}` is not read from this layout")
             contents: Contents = layout.read(found)
-            return contents if found.state is None else moments.only(contents)
+            if found.state is not None:
+                return moments.only(contents)
+            return without_frozen(contents) if found.exclude_frozen else contents
     files = found.files
     if files.optim:
         keys = ", ".join(map(str, found.optimizer.ranks[0].state))

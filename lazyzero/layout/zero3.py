@@ -82,7 +82,8 @@ def deliver(
         check_once(model.path, shapes, group)
         shapes.update(group)
     trainable = _trainable(optimizer, shapes, flats)
-    frozen, archives = frozen_weights(model, model_paths(found.files), optimizer.world_size)
+    excluded = found.exclude_frozen or found.state is not None  # then the other ranks' model files need not be read
+    frozen, archives = ({}, ()) if excluded else frozen_weights(model, model_paths(found.files), optimizer.world_size)
     frozen = {name: tensor for name, tensor in frozen.items() if name not in trainable}
     here = [name for name, tensor in frozen.items() if not isinstance(tensor.data, Absent)]
     base = supply(found, model, shapes, [*trainable, *here])
