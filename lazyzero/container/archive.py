@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lazyzero.container import legacy
@@ -37,6 +37,10 @@ class Archive:
     @property
     def path(self) -> str:
         return self.source.path
+
+    def bare(self) -> Archive:
+        """Where it came from, without the object: thousands of ranks' objects would fill the memory."""
+        return replace(self, root=None)
 
 
 def open_archive(path: str | os.PathLike[str]) -> Archive:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 from typing import Final
 
@@ -21,6 +22,7 @@ def read_contents(found: Found) -> Contents:
             if found.state is not None and not getattr(layout, "MOMENTS", False):
                 raise UnsupportedLayout(f"{found.files.directory}: `{found.state}` is not read from this layout")
             contents: Contents = layout.read(found)
+            contents = replace(contents, archives=tuple(archive.bare() for archive in contents.archives))
             if found.state is not None:
                 return moments.only(contents)
             return without_frozen(contents) if found.exclude_frozen else contents

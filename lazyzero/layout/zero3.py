@@ -12,7 +12,8 @@ import os
 
 from lazyzero.container.archive import Archive
 from lazyzero.container.brief import brief
-from lazyzero.container.objects import TensorRef
+from lazyzero.container.objects import Storage, TensorRef
+from lazyzero.dtypes import DType
 from lazyzero.errors import InconsistentCheckpoint, LazyZeroError, MissingFiles, UnsupportedLayout
 from lazyzero.layout import moments
 from lazyzero.layout.base_model import supply
@@ -21,7 +22,7 @@ from lazyzero.layout.discover import FileSet
 from lazyzero.layout.found import Found
 from lazyzero.layout.ranks import Optimizer, spans
 from lazyzero.layout.states import ModelStates, OptimStates, Shapes, as_int, check_once, older, read_model, read_shapes
-from lazyzero.tensor import Absent, Chain, LazyTensor, Striped
+from lazyzero.tensor import Absent, Chain, Fragments, LazyTensor, Striped
 
 _WHY_MISSING = (
     "ZeRO-3 saved a placeholder for it, its values are in no file of the checkpoint "
@@ -155,15 +156,45 @@ def frozen_weights(
         absent = _absent(model, paths, missing, world)
         dtypes = {name: model.frozen[name].dtype for name in shapes}
         return {n: LazyTensor(n, shape, Absent(dtypes[n], absent), "frozen") for n, shape in shapes.items()}, []
-    fragments = [model.frozen]
+    gathered = {name: _Gathered(shape, world, model.frozen[name].dtype) for name, shape in shapes.items()}
     archives: list[Archive] = []
     for rank in sorted(set(range(world)) & set(paths)):
-        if paths[rank] != model.path:
-            other = read_model(paths[rank])
-            _agree(model, other)
-            fragments.append({name: ref for name, ref in other.frozen.items() if name in shapes})
-            archives.append(other.archive)
-    return {name: _fragments(model, name, shape, fragments, world) for name, shape in shapes.items()}, archives
+        # One file at a time: what 64 ranks' files say together would fill the memory.
+        states = model if paths[rank] == model.path else read_model(paths[rank])
+        _agree(model, states)
+        for name, fragments in gathered.items():
+            fragments.add(states.path, rank, name, states.frozen.get(name))
+        if states is not model:
+            archives.append(states.archive.bare())
+    return {name: fragments.tensor(name) for name, fragments in gathered.items()}, archives
+
+
+class _Gathered:
+    """The fragments of one frozen parameter, rank by rank."""
+
+    __slots__ = ("_dtype", "_offsets", "_part", "_shape", "_storages", "_world")
+
+    def __init__(self, shape: tuple[int, ...], world: int, dtype: DType) -> None:
+        self._shape, self._world, self._dtype = shape, world, dtype
+        self._part = -(-math.prod(shape) // world)
+        self._storages: list[Storage] = []
+        self._offsets: list[int] = []
+
+    def add(self, path: str, rank: int, name: str, piece: TensorRef | None) -> None:
+        """Takes rank `rank`'s fragment. Raises InconsistentCheckpoint unless it has its share of the elements."""
+        if piece is None or piece.numel != self._part or not piece.contiguous or piece.dtype != self._dtype:
+            found = "nothing" if piece is None else f"{piece.numel} of {piece.dtype}"
+            raise InconsistentCheckpoint(
+                f"{path}: frozen {brief(name)}: expected {self._part} elements of {self._dtype} "
+                f"from each of {self._world} ranks, rank {rank} has {found}"
+            )
+        self._storages.append(piece.storage)
+        self._offsets.append(piece.offset)
+
+    def tensor(self, name: str) -> LazyTensor:
+        """The whole parameter."""
+        data = Fragments(tuple(self._storages), tuple(self._offsets), max(self._part, 1), self._dtype)
+        return LazyTensor(name, self._shape, data, "frozen")
 
 
 def _agree(model: ModelStates, other: ModelStates) -> None:
@@ -177,22 +208,6 @@ def _agree(model: ModelStates, other: ModelStates) -> None:
                 f"{other.path}: has {what} {found}, {os.path.basename(model.path)} has {expected}; "
                 "the files are of different runs"
             )
-
-
-def _fragments(
-    model: ModelStates, name: str, shape: tuple[int, ...], ranks: list[dict[str, TensorRef]], world: int
-) -> LazyTensor:
-    part = -(-math.prod(shape) // world)
-    chains = []
-    for rank, fragments in enumerate(ranks):
-        piece = fragments.get(name)
-        if piece is None or piece.numel != part or not piece.contiguous or piece.dtype != model.frozen[name].dtype:
-            found = "nothing" if piece is None else f"{piece.numel} of {piece.dtype}"
-            raise InconsistentCheckpoint(
-                f"{model.path}: frozen {brief(name)}: expected {part} elements from each of {world} ranks, rank {rank} has {found}"
-            )
-        chains.append(Chain([piece], piece.dtype))
-    return LazyTensor(name, shape, Striped(tuple(chains), 0, max(part, 1)), "frozen")
 
 
 def _absent(model: ModelStates, paths: dict[int, str], missing: list[int], world: int) -> LazyZeroError:
