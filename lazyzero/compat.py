@@ -17,18 +17,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
 from lazyzero.checkpoint import Checkpoint, open_checkpoint
 from lazyzero.cli import RESUMABLE, guarded, summary
 from lazyzero.dtypes import FLOAT32, DType
 from lazyzero.errors import InvalidRequest
+from lazyzero.export.api import export
 from lazyzero.export.options import DEFAULT_SHARD, Options, make_options
 from lazyzero.export.plan import STEMS
-from lazyzero.export.progress import Progress, for_stream
-from lazyzero.export.report import Report
-from lazyzero.export.run import make_report, plan_export, prepare, shards
+from lazyzero.export.progress import for_stream
+from lazyzero.export.run import plan_export, prepare
 from lazyzero.inspection import describe, notices, show
 from lazyzero.pseudo import PseudoTensor, require_torch
 from lazyzero.tensor import LazyTensor
@@ -113,8 +112,7 @@ def convert_zero_checkpoint_to_state_dict(
     with _opened(checkpoint_dir, tag, exclude_frozen_parameters) as checkpoint:
         for warning in _leftovers(checkpoint, Path(output_dir), options):
             warnings.warn(warning, stacklevel=2)
-        for _ in shards(checkpoint, Path(output_dir), options):
-            pass
+        export(checkpoint, output_dir, options)
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
@@ -207,7 +205,6 @@ def build_parser() -> argparse.ArgumentParser:
 def _run(args: argparse.Namespace) -> int:
     options = _options(args.dtype, args.max_shard_size, args.safe_serialization)
     progress = for_stream()
-    began = monotonic()
     with open_checkpoint(
         args.checkpoint_dir, tag=args.tag, exclude_frozen=args.exclude_frozen_parameters
     ) as checkpoint:
@@ -215,13 +212,8 @@ def _run(args: argparse.Namespace) -> int:
             print(show(describe(checkpoint, options, tensors=True)))
         for warning in [*notices(checkpoint), *_leftovers(checkpoint, Path(args.output_dir), options)]:
             progress.note(f"warning: {warning}")
-        print(summary(_write(checkpoint, args.output_dir, options, progress, began)))
+        print(summary(export(checkpoint, args.output_dir, options, progress=progress)))
     return 0
-
-
-def _write(checkpoint: Checkpoint, output: str, options: Options, progress: Progress, began: float) -> Report:
-    done = list(shards(checkpoint, Path(output), options, progress=progress))
-    return make_report(checkpoint, output, options, done, monotonic() - began)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -151,7 +151,7 @@ def _write_all(work: Work, output: Path, record: Journal) -> Iterator[Finished]:
     count = len(work.plan.shards) + len(extra) + work.options.checksum
     if work.options.merge:
         for name in extra:  # an old index must not stand beside shards that are no longer all its own
-            (output / name).unlink(missing_ok=True)
+            outdir.remove(output / name)
     for number, shard in enumerate(work.plan.shards, start=1):
         path = output / shard.filename
         done, resumed = record.done.get(shard.filename), shard.filename in record.done
@@ -169,7 +169,7 @@ def _write_all(work: Work, output: Path, record: Journal) -> Iterator[Finished]:
     for name in extra:
         yield _small(output / name, index_text(work.plan), count, count)
     if work.options.merge:
-        (output / journal.NAME).unlink(missing_ok=True)
+        outdir.remove(output / journal.NAME)
     elif not record.finished:
         replace(record, finished=True).save(output)
 
