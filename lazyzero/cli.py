@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import NoReturn
 
@@ -23,7 +23,9 @@ from lazyzero.export.report import Report
 from lazyzero.export.run import to_pipe
 from lazyzero.export.trace import MemoryTrace
 from lazyzero.export.units import show_size, show_time
-from lazyzero.inspection import describe, show
+from lazyzero.inspection import describe, notices, show
+
+RESUMABLE = "; finished shards are kept, give the same command to go on"
 
 
 class Terminated(BaseException):
@@ -112,15 +114,8 @@ def _to_stdout(checkpoint: Checkpoint, args: argparse.Namespace, options: Option
 
 
 def _warn(checkpoint: Checkpoint, progress: Progress) -> None:
-    for warning in checkpoint.warnings:
+    for warning in notices(checkpoint):
         progress.note(f"warning: {warning}")
-    if checkpoint.missing:
-        names = list(checkpoint.missing)
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        progress.note(
-            f"warning: no file holds the values of {', '.join(names[:5])}{more}; they are left out "
-            f"({checkpoint.missing[names[0]]})"
-        )
 
 
 def summary(report: Report) -> str:
@@ -172,20 +167,16 @@ def _on_terminate(number: int, frame: object) -> NoReturn:
     raise Terminated
 
 
-def _interrupted(args: argparse.Namespace, code: int) -> int:
-    what = "terminated" if code == 143 else "interrupted"
+def _hint(args: argparse.Namespace) -> str:
     resumable = args.command == "convert" and args.output != "-" and not args.dry_run
-    hint = "; finished shards are kept, give the same command to go on" if resumable else ""
-    print(f"\nlazyzero: {what}{hint}", file=sys.stderr)
-    return code
+    return RESUMABLE if resumable else ""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command line and returns its exit code; no exception reaches the user as a traceback."""
-    args = build_parser().parse_args(argv)
+def guarded(run: Callable[[], int], *, hint: str = "") -> int:
+    """The exit code of `run`; whatever it raises becomes a line on standard error, `hint` after an interruption."""
     before = signal.signal(signal.SIGTERM, _on_terminate)
     try:
-        code = _RUN[args.command](args)
+        code = run()
         sys.stdout.flush()
         return code
     except InvalidRequest as error:
@@ -195,9 +186,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"lazyzero: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return _interrupted(args, 130)
+        print(f"\nlazyzero: interrupted{hint}", file=sys.stderr)
+        return 130
     except Terminated:
-        return _interrupted(args, 143)
+        print(f"\nlazyzero: terminated{hint}", file=sys.stderr)
+        return 143
     except BrokenPipeError:
         # Whoever read our output went away; standard output must not be flushed again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -207,6 +200,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command line and returns its exit code; no exception reaches the user as a traceback."""
+    args = build_parser().parse_args(argv)
+    return guarded(lambda: _RUN[args.command](args), hint=_hint(args))
 
 
 if __name__ == "__main__":

@@ -63,6 +63,19 @@ def _row(name: str, tensor: LazyTensor) -> dict[str, Any]:
     }
 
 
+def notices(checkpoint: Checkpoint) -> list[str]:
+    """What a user has to know before a conversion, a sentence each: its warnings, and the names that come without values."""
+    told = list(checkpoint.warnings)
+    if checkpoint.missing:
+        names = list(checkpoint.missing)
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        told.append(
+            f"no file holds the values of {', '.join(names[:5])}{more}; they are left out "
+            f"({checkpoint.missing[names[0]]})"
+        )
+    return told
+
+
 def show(facts: dict[str, Any]) -> str:
     """The facts for a person."""
     version = f", written by DeepSpeed {facts['deepspeed']}" if facts["deepspeed"] else ""

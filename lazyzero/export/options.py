@@ -17,13 +17,18 @@ DEFAULT_SHARD: Final = "5GB"
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Settings of one export. `max_shard_size` and `max_memory` are in bytes; `workers` None chooses."""
+    """Settings of one export. `max_shard_size` and `max_memory` are in bytes; `workers` None chooses.
+
+    `overwrite` removes all weight files of the output directory first; `merge` replaces those of the names to be written,
+    each by its finished successor, leaves whatever else is there, and keeps no journal once it is done.
+    """
 
     dtype: DType | None
     format: Format = "safetensors"
     max_shard_size: int | None = None
     tied: Tied = "clone"
     overwrite: bool = False
+    merge: bool = False
     force: bool = False
     self_check: bool = True
     max_memory: int | None = None

@@ -89,20 +89,22 @@ def clear(output: Path) -> None:
     """Removes the files of our naming, the index first: a directory must never look finished that is not."""
     names = sorted((entry.name for entry in output.iterdir() if is_ours(entry.name)), key=_removal_order)
     for name in names:
-        try:
-            (output / name).unlink()
-        except OSError as error:
-            raise write_error(output / name, "removed", error) from None
+        remove(output / name)
 
 
 def sweep(output: Path) -> None:
     """Removes the temporary files of an interrupted run."""
     for path in output.glob(f"*{TEMPORARY}"):
         if is_ours(path.name.removesuffix(TEMPORARY)):
-            try:
-                path.unlink()
-            except OSError as error:
-                raise write_error(path, "removed", error) from None
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Removes a file, if it is there. Raises WriteError."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise write_error(path, "removed", error) from None
 
 
 def _removal_order(name: str) -> tuple[bool, bool, str]:

@@ -78,20 +78,34 @@ def make_plan(
     if max_shard_size is not None and max_shard_size <= 0:
         raise InvalidRequest(f"a shard size of {max_shard_size} bytes must be above 0")
     entries = {name: with_dtype(placeholder, dtype) for name, placeholder in tensors.items()}
-    once = format == "bin" or tied == "drop"
-    placed = {name: entry for name, entry in entries.items() if not (once and entry.tied_to in entries)}
-    groups = split(((name, entry.nbytes) for name, entry in placed.items()), max_shard_size)
-    aliases: dict[str, list[str]] = {}
-    for name, entry in entries.items():
-        if name not in placed and entry.tied_to is not None:
-            aliases.setdefault(entry.tied_to, []).append(name)
+    followers = _followers(entries, once=format == "bin" or tied == "drop")
+    following = {name for names in followers.values() for name in names}
+    sizes = ((name, entry.nbytes) for name, entry in entries.items() if name not in following)
+    groups = split(sizes, max_shard_size)
+    drop = format != "bin" and tied == "drop"
     shards = tuple(
-        _shard(shard_name(format, number, len(groups)), names, entries, aliases, drop=format != "bin")
+        _shard(shard_name(format, number, len(groups)), names, entries, followers, drop=drop)
         for number, names in enumerate(groups, start=1)
     )
     stem, suffix = STEMS[format]
     index = f"{stem}{suffix}.index.json" if len(shards) > 1 else None
     return Plan(format, shards, index, sum(shard.nbytes for shard in shards))
+
+
+def _followers(entries: Mapping[str, Placeholder], *, once: bool) -> dict[str, list[str]]:
+    """What goes into the file of another: tied names if they are stored `once`, and empty tensors with the first of them.
+
+    huggingface_hub puts tensors of one storage into one file, and takes all empty ones to have the same.
+    """
+    followers: dict[str, list[str]] = {}
+    empty: str | None = None
+    for name, entry in entries.items():
+        leader = empty if not entry.nbytes else entry.tied_to if once else None
+        if leader in entries and leader is not None:
+            followers.setdefault(leader, []).append(name)
+        elif not entry.nbytes:
+            empty = name
+    return followers
 
 
 def split(sizes: Iterable[tuple[str, int]], limit: int | None) -> list[list[str]]:
@@ -121,11 +135,12 @@ def _shard(
     filename: str,
     names: list[str],
     entries: Mapping[str, Placeholder],
-    aliases: Mapping[str, list[str]],
+    followers: Mapping[str, list[str]],
     *,
     drop: bool,
 ) -> Shard:
-    tied = [(alias, name) for name in names for alias in aliases.get(name, ())]
-    written = names if drop else [*names, *(alias for alias, _ in tied)]
+    whole = [*names, *(follower for name in names for follower in followers.get(name, ()))]
+    dropped = {name: entries[name].tied_to for name in whole if drop and entries[name].tied_to in entries}
+    written = tuple((name, entries[name]) for name in whole if name not in dropped)
     nbytes = sum(entries[name].nbytes for name in names)
-    return Shard(filename, tuple((name, entries[name]) for name in written), nbytes, tuple(tied) if drop else ())
+    return Shard(filename, written, nbytes, tuple((alias, str(owner)) for alias, owner in dropped.items()))

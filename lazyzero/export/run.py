@@ -116,9 +116,11 @@ def begin(checkpoint: Checkpoint, output: Path, plan: Plan, options: Options, *,
     if options.overwrite:
         outdir.clear(output)
     found = journal.load(output)
+    if options.merge and found and (found.finished or journal.differences(found.identity, identity)):
+        found = None  # files that are there already are replaced one by one, each by a whole one
     if found is None:
         outdir.sweep(output)
-        if not options.overwrite:
+        if not (options.overwrite or options.merge):
             outdir.refuse_strangers(output, root=Path(checkpoint.path))
         return Journal(identity)
     different = journal.differences(found.identity, identity)
@@ -147,6 +149,9 @@ def _still_there(output: Path, found: Journal, *, taken_away: bool) -> dict[str,
 def _write_all(work: Work, output: Path, record: Journal) -> Iterator[Finished]:
     extra = [work.plan.index] if work.plan.index else []
     count = len(work.plan.shards) + len(extra) + work.options.checksum
+    if work.options.merge:
+        for name in extra:  # an old index must not stand beside shards that are no longer all its own
+            outdir.remove(output / name)
     for number, shard in enumerate(work.plan.shards, start=1):
         path = output / shard.filename
         done, resumed = record.done.get(shard.filename), shard.filename in record.done
@@ -163,7 +168,9 @@ def _write_all(work: Work, output: Path, record: Journal) -> Iterator[Finished]:
         yield _small(output / checksum.NAME, text, count - len(extra), count)
     for name in extra:
         yield _small(output / name, index_text(work.plan), count, count)
-    if not record.finished:
+    if work.options.merge:
+        outdir.remove(output / journal.NAME)
+    elif not record.finished:
         replace(record, finished=True).save(output)
 
 

@@ -35,7 +35,9 @@ def require_torch() -> Any:
     try:
         import torch
     except ImportError:
-        raise MissingDependency("--format bin needs torch: pip install 'lazyzero[torch]'") from None
+        raise MissingDependency(
+            ".bin files need torch: pip install 'lazyzero[torch]'; safetensors files do not"
+        ) from None
     return torch
 
 

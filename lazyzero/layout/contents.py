@@ -37,8 +37,19 @@ class Contents:
 
 
 def without_frozen(contents: Contents) -> Contents:
-    """Only what was trained, and the buffers; names that are left out on request are not missing."""
-    kept = {name: tensor for name, tensor in contents.entries.items() if tensor.role in ("trainable", "buffer")}
+    """The contents less every parameter that was not trained, and less its aliases.
+
+    Those are the frozen ones and, as stage 1 records nothing of them, all that only `module` holds; modules' extra state
+    is no parameter and stays. Stage 0 does not say what was trained: nothing is left out there, but a warning given.
+    """
+    if contents.stage == 0:
+        told = "stage 0 does not record which parameters were trained; the frozen ones are not left out"
+        return replace(contents, warnings=(*contents.warnings, told))
+    kept = {
+        name: tensor
+        for name, tensor in contents.entries.items()
+        if tensor.role in ("trainable", "buffer") or name.endswith("_extra_state")
+    }
     return replace(contents, entries=kept, missing={})
 
 
@@ -75,15 +86,27 @@ def assemble(
         if name not in entries:
             entries[name] = view(name, ref, "module")
     aliases = _tie(model, entries, frozenset(trainable) | frozenset(frozen), partitioned=partitioned)
-    entries = {name: tensor for name, tensor in entries.items() if name not in aliases}
-    for alias, owner in aliases.items():
-        tensor = entries[owner]
-        entries[alias] = LazyTensor(alias, tensor.shape, tensor.data, tensor.role, owner)
+    entries = _aliases_last(entries, aliases)
     known = [*model.module, *(name for shapes in model.param_shapes or () for name in shapes), *model.frozen_shapes]
     missing = {name: why_missing for name in known if name not in entries}
     missing.update({name: why_missing for name in model.shared if name not in entries})
     missing.update({name: _NOT_PLAIN for name in model.unread if name not in entries})
     return Assembly(entries, missing)
+
+
+def _aliases_last(entries: dict[str, LazyTensor], aliases: dict[str, str]) -> dict[str, LazyTensor]:
+    """The entries in DeepSpeed's order: aliases behind all others, except that a shared buffer stays among the buffers."""
+    placed: dict[str, LazyTensor] = {}
+    for name, tensor in entries.items():
+        owner = aliases.get(name)
+        if owner is None:
+            placed[name] = tensor
+        elif owner in placed and tensor.role == "buffer":
+            placed[name] = replace(placed[owner], name=name, tied_to=owner)
+    for name, owner in aliases.items():
+        if name not in placed:
+            placed[name] = replace(placed[owner], name=name, tied_to=owner)
+    return placed
 
 
 def view(name: str, ref: TensorRef, role: str) -> LazyTensor:
