@@ -74,12 +74,21 @@ def measure(
     *,
     group: MemoryGroup | None = None,
     environment: Mapping[str, str] | None = None,
+    sync: bool = True,
     interval: float = 0.02,
 ) -> Run:
-    """Runs `command` to its end. A failure is not raised: see `exit` and `output`."""
+    """Runs `command` to its end, then `sync`. A failure is not raised: see `exit` and `output`."""
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "result"
-        head = [sys.executable, "-I", "-S", str(_SPAWN), str(result), str(group.procs) if group else "-"]
+        head = [
+            sys.executable,
+            "-I",
+            "-S",
+            str(_SPAWN),
+            str(result),
+            str(group.procs) if group else "-",
+            "sync" if sync else "-",
+        ]
         with (Path(scratch) / "output").open("w+b") as output:
             began = time.monotonic()
             process = subprocess.Popen(

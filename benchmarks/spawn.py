@@ -4,7 +4,7 @@ The highest resident memory that the kernel reports for a child is never below t
 this one is small: nothing is imported but what is built in. The child joins the memory cgroup before it executes the command,
 and nothing else does.
 
-usage: spawn.py RESULT CGROUP_PROCS_OR_- COMMAND...
+usage: spawn.py RESULT CGROUP_PROCS_OR_- SYNC_OR_- COMMAND...
 """
 
 import os
@@ -12,8 +12,8 @@ import sys
 import time
 
 
-def run(result: str, procs: str, command: list[str]) -> None:
-    """Forks, waits, syncs, and writes `result`."""
+def run(result: str, procs: str, sync: bool, command: list[str]) -> None:
+    """Forks, waits, syncs if it should, and writes `result`."""
     began = time.monotonic()
     pid = os.fork()
     if pid == 0:
@@ -30,7 +30,8 @@ def run(result: str, procs: str, command: list[str]) -> None:
         counters = dict(line.split(": ") for line in file.read().splitlines())
     _, status, usage = os.wait4(pid, 0)
     syncing = time.monotonic()
-    os.sync()
+    if sync:
+        os.sync()
     rows = {
         "exit": os.waitstatus_to_exitcode(status),
         "began": began,
@@ -46,4 +47,4 @@ def run(result: str, procs: str, command: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run(sys.argv[1], sys.argv[2], sys.argv[3:])
+    run(sys.argv[1], sys.argv[2], sys.argv[3] == "sync", sys.argv[4:])
