@@ -76,17 +76,25 @@ def to_torch(tensor: LazyTensor) -> torch.Tensor:
 
 def select(tensor: LazyTensor, index: Any) -> np.ndarray:
     """numpy's basic indexing, reading only the rows that a leading int or slice names."""
-    first, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
-    if tensor.shape and isinstance(first, (int, np.integer)):
+    parts = index if isinstance(index, tuple) else (index,)
+    if not tensor.shape or not parts or not all(map(_is_basic, parts)):
+        return np.asarray(tensor.numpy()[index])  # next to an array, an int means something else
+    first, rest = parts[0], parts[1:]
+    if isinstance(first, (int, np.integer)):
         row = range(tensor.shape[0])[int(first)]
         return np.asarray(_rows(tensor, row, row + 1)[0][rest])
-    if tensor.shape and isinstance(first, slice):
+    if isinstance(first, slice):
         start, stop, step = first.indices(tensor.shape[0])
         picked = range(start, stop, step)
         low, high = (min(picked[0], picked[-1]), max(picked[0], picked[-1]) + 1) if len(picked) else (0, 0)
         rows = _rows(tensor, low, high)
         return np.asarray(rows[::step][(slice(None), *rest)] if step > 0 else rows[::-1][::-step][(slice(None), *rest)])
     return np.asarray(tensor.numpy()[index])
+
+
+def _is_basic(part: Any) -> bool:
+    number = isinstance(part, (int, np.integer)) and not isinstance(part, bool)
+    return number or part is None or part is Ellipsis or isinstance(part, slice)
 
 
 def _rows(tensor: LazyTensor, start: int, stop: int) -> np.ndarray:

@@ -141,13 +141,13 @@ def _widen(source: Source, extra: bytes, *narrow: int) -> tuple[int, ...]:
 def _members(source: Source, extents: dict[str, tuple[int, int, int]], end: int) -> dict[str, Member]:
     """The members with their ends: they follow each other, and lie in front of the directory at `end`."""
     members: dict[str, Member] = {}
-    following = end
-    for name, (header, size, entry) in sorted(extents.items(), key=lambda item: item[1], reverse=True):
+    ordered = sorted(extents.items(), key=lambda item: item[1])
+    ends = [*(header for _, (header, _, _) in ordered[1:]), end]
+    for (name, (header, size, entry)), following in zip(ordered, ends, strict=False):  # no member, one end
         if header + _LOCAL.size + size > following:
             raise UnsafeArchive(
                 f"{source.path}: member {brief(name)} claims {size} bytes at byte {header}; it overlaps what follows at "
                 f"byte {following}"
             )
         members[name] = Member(header, size, entry, following)
-        following = header
     return members
