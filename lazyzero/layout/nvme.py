@@ -30,6 +30,7 @@ from lazyzero.layout.contents import Contents
 from lazyzero.layout.discover import FileSet
 from lazyzero.layout.found import Found
 from lazyzero.layout.states import ModelStates, OptimStates, Shapes, as_int, older
+from lazyzero.layout.support import Support
 
 MOMENTS = True
 _SWAP_FILE = re.compile(r"(\d+)_(\d+)\.tensor\.swp")
@@ -50,6 +51,16 @@ class _Swapped:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+
+SUPPORT = (
+    Support(
+        "optimizer offloaded to NVMe",
+        "0.13.0 to 0.19.8",
+        "swap files, matched to sub-groups by size and number; ambiguous ones are refused",
+        "a real file of 0.19.8, and made ones",
+    ),
+)
 
 
 def matches(found: Found) -> bool:

@@ -10,9 +10,16 @@ from lazyzero.errors import MissingFiles, UnsupportedLayout
 from lazyzero.layout import moments, nvme, refused, universal, zero0, zero1_old, zero3, zero12
 from lazyzero.layout.contents import Contents, without_frozen
 from lazyzero.layout.found import Found
+from lazyzero.layout.support import Support
 
-# Each has `matches(found) -> bool`, `read(found) -> Contents`, and `MOMENTS = True` where `read` honours `found.state`.
+# Each has `matches(found) -> bool`, `read(found) -> Contents`, its `SUPPORT` for the documentation, and `MOMENTS = True` where
+# `read` honours `found.state`.
 LAYOUTS: Final[tuple[ModuleType, ...]] = (universal, refused, nvme, zero3, zero12, zero1_old, zero0)
+
+
+def support() -> tuple[Support, ...]:
+    """What all layouts support, for the tables in the documentation."""
+    return tuple(row for layout in LAYOUTS for row in getattr(layout, "SUPPORT", ()))
 
 
 def read_contents(found: Found) -> Contents:

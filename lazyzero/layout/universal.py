@@ -25,10 +25,20 @@ from lazyzero.layout.contents import Check, Contents, assemble, view
 from lazyzero.layout.discover import FileSet
 from lazyzero.layout.found import Found
 from lazyzero.layout.states import ModelStates, Shape, as_int, check_name, read_model
+from lazyzero.layout.support import Support
 from lazyzero.layout.zero3 import frozen_weights, model_paths
 from lazyzero.tensor import LazyTensor
 
 MOMENTS = True
+
+SUPPORT = (
+    Support(
+        "universal checkpoints",
+        "0.7.4 to 0.19.8",
+        "`fp32.pt` of ZeRO-1, -2, -3; optimizer moments",
+        "real files of 0.19.8",
+    ),
+)
 
 
 def matches(found: Found) -> bool:

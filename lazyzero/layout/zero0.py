@@ -15,7 +15,17 @@ from lazyzero.layout.contents import Check, Contents, assemble, view
 from lazyzero.layout.found import Found
 from lazyzero.layout.matching import fitting, walk
 from lazyzero.layout.states import ModelStates, read_model
+from lazyzero.layout.support import Support
 from lazyzero.tensor import Chain, LazyTensor, Slice
+
+SUPPORT = (
+    Support(
+        "stage 0",
+        "0.3.0 to 0.19.8",
+        "`module`, and the unnamed fp32 masters of 16-bit wrappers where they can be told apart",
+        "real files of 0.19.8",
+    ),
+)
 
 
 def matches(found: Found) -> bool:

@@ -20,10 +20,26 @@ from lazyzero.layout.found import Found
 from lazyzero.layout.order import param_groups
 from lazyzero.layout.ranks import Optimizer
 from lazyzero.layout.states import ModelStates, OptimStates, Shapes, as_int, check_once, read_model
+from lazyzero.layout.support import Support
 from lazyzero.tensor import Chain, LazyTensor, Slice
 
 FLATS = "single_partition_of_fp32_groups"
 MOMENTS = True
+
+SUPPORT = (
+    Support(
+        "ZeRO-1, ZeRO-2",
+        "0.3.14 to 0.19.8",
+        "masters in fp32, fp16 or bf16; frozen weights; ties; alignment paddings; optimizer moments",
+        "real files of 17 versions, world 1 to 8",
+    ),
+    Support(
+        "BF16_Optimizer",
+        "0.6.2 to 0.19.8",
+        "the same, without a recorded stage",
+        "real files of 0.19.8",
+    ),
+)
 
 
 def matches(found: Found) -> bool:

@@ -18,6 +18,7 @@ from lazyzero.layout.contents import Contents
 from lazyzero.layout.found import Found
 from lazyzero.layout.order import recover
 from lazyzero.layout.states import OptimStates, Shapes
+from lazyzero.layout.support import Support
 from lazyzero.layout.zero12 import deliver, in_order, model_states
 from lazyzero.tensor import Chain, LazyTensor
 
@@ -25,6 +26,15 @@ SUB_PARTITIONS = "local_sub_partitions_of_fp32_groups"
 MOMENTS = True
 
 Intervals = list[TensorRef]  # one rank's sub-partitions of one group
+
+SUPPORT = (
+    Support(
+        "ZeRO-1 in sub-partitions",
+        "0.2.0 to 0.3.16",
+        "masters, their order recovered through `module`",
+        "real files of 0.3.16",
+    ),
+)
 
 
 def matches(found: Found) -> bool:
