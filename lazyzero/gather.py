@@ -13,7 +13,7 @@ from lazyzero.container.objects import Storage
 from lazyzero.container.reader import Want, read_all
 from lazyzero.dtypes import DType
 from lazyzero.errors import MissingDependency
-from lazyzero.tensor import LazyTensor, Piece
+from lazyzero.tensor import LazyTensor, Mean, Piece
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,13 @@ _SPAN = 1 << 20  # bytes of a strided block that are read at once
 
 
 def wants(tensor: LazyTensor, start: int, stop: int, into: np.ndarray) -> Iterator[Want]:
-    """What has to be read for elements [start, stop) to stand in `into` (1-D bytes); strided blocks are read here."""
+    """What has to be read for elements [start, stop) to stand in `into` (1-D bytes).
+
+    Strided blocks are read here, and means computed here, from one copy after the other.
+    """
+    if isinstance(tensor.data, Mean):
+        _average(tensor, tensor.data, start, stop, into)
+        return
     size = tensor.dtype.itemsize
     view, at = into.data, 0
     for piece in tensor.pieces(start, stop):
@@ -102,7 +108,22 @@ def _rows(tensor: LazyTensor, start: int, stop: int) -> np.ndarray:
     return to_numpy(tensor, start * width, stop * width).reshape(stop - start, *tensor.shape[1:])
 
 
+def _average(tensor: LazyTensor, mean: Mean, start: int, stop: int, into: np.ndarray) -> None:
+    total: np.ndarray | None = None
+    for copy in mean.copies:
+        values = read(LazyTensor(tensor.name, tensor.shape, copy, tensor.role), start, stop)
+        if total is None:
+            total = values
+        else:
+            total += values
+    assert total is not None
+    total /= total.dtype.type(len(mean.copies))
+    into[...] = total.view(np.uint8)
+
+
 def _mapped(tensor: LazyTensor, start: int, stop: int, *, private: bool) -> np.ndarray | None:
+    if isinstance(tensor.data, Mean):
+        return None
     pieces = tensor.pieces(start, stop)
     piece, more = next(pieces, None), next(pieces, None)
     if piece is None or more is not None or piece.shape is not None:

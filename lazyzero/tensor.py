@@ -170,6 +170,25 @@ class Fragments:
 
 
 @dataclass(frozen=True, slots=True)
+class Mean:
+    """Values that stand in no file: the mean of copies, element by element, summed in their order and in their dtype.
+
+    The one kind of data that is computed, so it only ever is a whole tensor's, never a part of other data.
+    """
+
+    copies: tuple[Data, ...]
+
+    @property
+    def dtype(self) -> DType:
+        return self.copies[0].dtype
+
+    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
+        """The byte ranges the values are computed from: those of the first copy, then of the second, and so on."""
+        for copy in self.copies:
+            yield from copy.pieces(start, stop)
+
+
+@dataclass(frozen=True, slots=True)
 class Absent:
     """Data that some missing file holds; asking for it raises the error that says which."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lazyzero.errors import AmbiguousCheckpoint, CheckpointNotFound, InconsistentCheckpoint, LazyZeroError, ReadError
@@ -17,9 +17,9 @@ from lazyzero.errors import AmbiguousCheckpoint, CheckpointNotFound, Inconsisten
 _OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_?optim_states\.pt")
 _ZERO_MODEL = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_model_states\.pt")
 _MODEL = re.compile(r"mp_rank_([0-9]+)_model_states\.pt")
-_EXPERT = re.compile(r"(?:layer_([0-9]+)_)?expert_([0-9]+)_mp_rank_([0-9]+)_model_states\.pt")
-_EXPERT_OPTIM = re.compile(r"expp_rank_([0-9]+)_mp_rank_([0-9]+)_optim_states\.pt")
-_LAYER = re.compile(r"layer_([0-9]+)-model_([0-9]+)-model_states\.pt")
+EXPERT = re.compile(r"(?:layer_([0-9]+)_)?expert_([0-9]+)_mp_rank_([0-9]+)_model_states\.pt")
+EXPERT_OPTIM = re.compile(r"expp_rank_([0-9]+)_mp_rank_([0-9]+)_optim_states\.pt")
+LAYER = re.compile(r"layer_([0-9]+)(?:-[a-z]+_([0-9]+))?-model_states\.pt")  # the axis, `model`, where there is one
 _LONGEST_TAG = 1024  # bytes; a path component has at most 255
 
 Ranks = dict[tuple[int, int], str]
@@ -44,6 +44,26 @@ class FileSet:
     def any(self) -> bool:
         """Whether there is anything DeepSpeed would have written."""
         return bool(self.optim or self.zero_model or self.model or self.layers or self.experts or self.universal)
+
+    @property
+    def model_ranks(self) -> list[int]:
+        """The model-parallel ranks that have files: tensor parallel, pipeline stages, or both."""
+        optim = {mp for ranks in self.optim.values() for _, mp in ranks}
+        return sorted(optim | set(self.model) | {mp for _, mp in self.zero_model})
+
+    def of_model_rank(self, rank: int) -> FileSet:
+        """The files of one model-parallel rank: a checkpoint without model parallelism."""
+        optim = {prefix: _of(ranks, rank) for prefix, ranks in self.optim.items()}
+        return replace(
+            self,
+            optim={prefix: ranks for prefix, ranks in optim.items() if ranks},
+            zero_model=_of(self.zero_model, rank),
+            model={mp: path for mp, path in self.model.items() if mp == rank},
+        )
+
+
+def _of(ranks: Ranks, rank: int) -> Ranks:
+    return {key: path for key, path in ranks.items() if key[1] == rank}
 
 
 def list_files(directory: str | os.PathLike[str]) -> FileSet:
@@ -73,11 +93,11 @@ def _sort_in(files: FileSet, name: str, path: str) -> None:
         files.zero_model[int(match[1]), int(match[2])] = path
     elif match := _MODEL.fullmatch(name):
         files.model[int(match[1])] = path
-    elif _EXPERT.fullmatch(name):
+    elif EXPERT.fullmatch(name):
         files.experts.append(path)
-    elif _EXPERT_OPTIM.fullmatch(name):
+    elif EXPERT_OPTIM.fullmatch(name):
         files.expert_optim.append(path)
-    elif _LAYER.fullmatch(name):
+    elif LAYER.fullmatch(name):
         files.layers.append(path)
 
 

@@ -51,3 +51,13 @@ def walk(chain: Chain, pool: dict[str, LazyTensor]) -> tuple[dict[str, int], int
             found[names[0]] = at
         at += sizes.pop()
     return found, at
+
+
+def round_alike(rebuilt: LazyTensor, stored: LazyTensor) -> bool:
+    """Whether the first elements of a tensor, rounded, are those of another of the same shape."""
+    if rebuilt.shape != stored.shape:
+        return False
+    count = min(SAMPLE, stored.numel)
+    rounded = np.empty(count, stored.dtype.numpy)
+    cast(read_elements(rebuilt, 0, count), rounded)
+    return same(rounded, read_elements(stored, 0, count))

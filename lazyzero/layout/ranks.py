@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lazyzero.container.brief import brief
 from lazyzero.container.source import Source
 from lazyzero.errors import InconsistentCheckpoint, MissingFiles, UnsupportedLayout
-from lazyzero.layout.discover import FileSet, Ranks
+from lazyzero.layout.discover import FileSet
 from lazyzero.layout.states import OptimStates, as_int, read_optim
 from lazyzero.layout.steps import step_of
 
@@ -33,22 +33,25 @@ class Optimizer:
         return len(self.ranks)
 
 
-def read_ranks(files: FileSet) -> Optimizer:
-    """Reads the optimizer files of one model-parallel rank.
+def read_ranks(files: FileSet, world: int | None = None) -> Optimizer:
+    """Reads the optimizer files of one model-parallel rank (`FileSet.of_model_rank` picks it out of several).
 
-    Raises MissingFiles naming the ranks, InconsistentCheckpoint, UnsupportedLayout for model parallelism.
+    `world` is the number of ranks where something else than `partition_count` records it, as experts need: their groups
+    have fewer partitions than there are ranks. Raises MissingFiles naming the ranks, InconsistentCheckpoint, or
+    UnsupportedLayout when `files` are of several model-parallel ranks.
     """
     prefix, warnings = _choose_prefix(files)
     chosen = files.optim[prefix]
     parallel = sorted({mp for _, mp in chosen})
     if len(parallel) > 1:
         raise UnsupportedLayout(
-            f"{files.directory}: model-parallel ranks {parallel}; tensor parallelism is not supported here"
+            f"{files.directory}: expected the files of one model-parallel rank, found those of ranks {spans(parallel)}"
         )
     mp = parallel[0]
     by_rank = {dp: path for (dp, _), path in chosen.items()}
     first = read_optim(by_rank[min(by_rank)])
-    world = _world(first, len(by_rank))
+    if world is None:
+        world = _world(first, len(by_rank))
     surplus = [rank for rank in sorted(by_rank) if rank >= world]
     if surplus:
         names = _names([by_rank[rank] for rank in surplus])
@@ -127,9 +130,15 @@ def _marks(rank: OptimStates) -> dict[str, object]:
     return {
         "zero_stage": rank.stage,
         "ds_version": rank.version,
-        "partition_count": brief(rank.state.get("partition_count"), 200),
+        "partition_count": _counts(rank),
         "step": step_of(rank.state),
     }
+
+
+def _counts(rank: OptimStates) -> str:
+    """For comparison: groups of experts may be in another order on each rank."""
+    counts = rank.state.get("partition_count")
+    return brief(sorted(map(repr, counts)) if isinstance(counts, list) else counts, 200)
 
 
 def _missing_message(directory: str, by_rank: dict[int, str], world: int, prefix: str, mp: int) -> str:
@@ -156,8 +165,3 @@ def spans(numbers: list[int]) -> str:
 def _names(paths: list[str]) -> str:
     names = sorted(os.path.basename(path) for path in paths)
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def model_ranks(files: FileSet) -> Ranks:
-    """ZeRO-3's model files of model-parallel rank 0."""
-    return {key: path for key, path in files.zero_model.items() if key[1] == 0}

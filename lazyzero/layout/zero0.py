@@ -39,8 +39,8 @@ def read(found: Found) -> Contents:
     if len(files.model) > 1:
         raise UnsupportedLayout(f"{files.directory}: model-parallel ranks {sorted(files.model)}; not supported here")
     model = read_model(next(iter(files.model.values())))
-    candidates = _candidates(model)
-    masters = _masters(model.root.get("optimizer"), candidates)
+    candidates = candidates_of(model)
+    masters = masters_of(model.root.get("optimizer"), candidates)
     assembly = assemble(
         model, masters, {}, partitioned=False, why_missing="its values are in no file of the checkpoint"
     )
@@ -58,7 +58,7 @@ def read(found: Found) -> Contents:
     )
 
 
-def _candidates(model: ModelStates) -> dict[str, LazyTensor]:
+def candidates_of(model: ModelStates) -> dict[str, LazyTensor]:
     """The 16-bit parameters a master can belong to, each tied group once."""
     seen: set[tuple[object, ...]] = set()
     chosen: dict[str, LazyTensor] = {}
@@ -84,7 +84,8 @@ def _has_masters(optimizer: Any) -> bool:
     return isinstance(optimizer, dict) and ("fp32_groups_flat" in optimizer or "fp32_groups" in optimizer)
 
 
-def _masters(optimizer: Any, candidates: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
+def masters_of(optimizer: Any, candidates: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """The masters in a 16-bit wrapper's state, under the names of the candidates that they alone round to."""
     if not isinstance(optimizer, dict):
         return {}
     pool = dict(candidates)

@@ -52,30 +52,36 @@ def read(found: Found) -> Contents:
 
     Raises InconsistentCheckpoint when an element of a flat is neither a parameter's nor padding.
     """
-    optimizer = found.optimizer
     model = model_states(found)
+    trainable = parameters(found.optimizer, model, found.state)
+    return deliver(found, model, trainable, stage=found.optimizer.stage)
+
+
+def parameters(optimizer: Optimizer, model: ModelStates, state: str | None = None) -> dict[str, LazyTensor]:
+    """The optimizer's parameters, or their moments `state`, in the order of the flats. Raises InconsistentCheckpoint."""
     masters = chains(optimizer, [rank.flats(FLATS) for rank in optimizer.ranks])
     groups = param_groups(model, optimizer.ranks, masters)
     stored = masters
-    if found.state is not None:
-        stored = chains(optimizer, [moments.zero12_flats(rank, found.state) for rank in optimizer.ranks])
+    if state is not None:
+        stored = chains(optimizer, [moments.zero12_flats(rank, state) for rank in optimizer.ranks])
     if len(stored) != len(groups):
         raise InconsistentCheckpoint(
-            f"{optimizer.ranks[0].path}: expected `{found.state}` of {len(groups)} groups, found {len(stored)}"
+            f"{optimizer.ranks[0].path}: expected `{state}` of {len(groups)} groups, found {len(stored)}"
         )
     trainable: dict[str, LazyTensor] = {}
     for index, (group, chain) in enumerate(zip(groups, stored, strict=True)):
-        tensors = _group(optimizer.ranks, index, group, chain)
+        tensors = read_group(optimizer.ranks, index, group, chain)
         check_once(model.path, trainable, tensors)
         trainable.update(tensors)
-    return deliver(found, model, trainable, stage=optimizer.stage)
+    return trainable
 
 
 def model_states(found: Found) -> ModelStates:
     """The model file. Raises MissingFiles."""
     if not found.files.model:
         raise MissingFiles(
-            f"{found.files.directory}: no mp_rank_00_model_states.pt; it holds the names, copy it from rank 0's node"
+            f"{found.files.directory}: no mp_rank_{found.files.model_ranks[0]:02d}_model_states.pt; it holds the names, "
+            "copy it from rank 0's node"
         )
     return read_model(found.files.model[min(found.files.model)])
 
@@ -95,7 +101,7 @@ def deliver(found: Found, model: ModelStates, trainable: dict[str, LazyTensor], 
         entries=assembly.entries,
         missing=assembly.missing,
         warnings=optimizer.warnings,
-        checks=tuple(_checks(model, trainable)),
+        checks=tuple(module_checks(model, trainable)),
         archives=(model.archive, *(rank.archive for rank in optimizer.ranks)),
     )
 
@@ -106,7 +112,7 @@ def chains(optimizer: Optimizer, flats: list[list[TensorRef]]) -> list[Chain]:
         counts = ", ".join(f"rank {rank}: {len(groups)}" for rank, groups in enumerate(flats))
         raise InconsistentCheckpoint(f"{optimizer.ranks[0].path}: param groups differ between ranks ({counts:.200})")
     _check_cuts(optimizer.ranks, flats)
-    return [_chain(optimizer.ranks[0].path, [groups[index] for groups in flats]) for index in range(len(flats[0]))]
+    return [one_chain(optimizer.ranks[0].path, [groups[index] for groups in flats]) for index in range(len(flats[0]))]
 
 
 def _check_cuts(ranks: tuple[OptimStates, ...], flats: list[list[TensorRef]]) -> None:
@@ -124,7 +130,8 @@ def _check_cuts(ranks: tuple[OptimStates, ...], flats: list[list[TensorRef]]) ->
         before = lengths
 
 
-def _chain(path: str, views: list[TensorRef]) -> Chain:
+def one_chain(path: str, views: list[TensorRef]) -> Chain:
+    """One group's flats as one vector. Raises InconsistentCheckpoint when their dtypes differ."""
     dtypes = {flat.dtype for flat in views if flat.numel} or {views[0].dtype}
     if len(dtypes) > 1:
         found = ", ".join(sorted(map(str, dtypes)))
@@ -132,7 +139,8 @@ def _chain(path: str, views: list[TensorRef]) -> Chain:
     return Chain(views, dtypes.pop())
 
 
-def _group(ranks: tuple[OptimStates, ...], index: int, shapes: Shapes, chain: Chain) -> dict[str, LazyTensor]:
+def read_group(ranks: tuple[OptimStates, ...], index: int, shapes: Shapes, chain: Chain) -> dict[str, LazyTensor]:
+    """The parameters of group `index`, whose partitions the ranks hold one after the other; every element accounted for."""
     tensors, needed = in_order(shapes, chain, _alignment(ranks[0], index, len(shapes)))
     _account(ranks, index, needed=needed, found=chain.total)
     return tensors
@@ -212,7 +220,8 @@ def _recorded_padding(ranks: tuple[OptimStates, ...], group: int) -> int | None:
     return total
 
 
-def _checks(model: ModelStates, trainable: dict[str, LazyTensor]) -> list[Check]:
+def module_checks(model: ModelStates, trainable: dict[str, LazyTensor]) -> list[Check]:
+    """Each parameter with its copy in `module`. Raises InconsistentCheckpoint where their shapes differ."""
     checks = []
     for name, tensor in trainable.items():
         ref = model.module.get(name)

@@ -72,15 +72,16 @@ def sub_groups(found: Found) -> tuple[ModelStates, list[Shapes]]:
     paths = model_paths(files)
     if not paths:
         raise MissingFiles(
-            f"{files.directory}: no zero_pp_rank_0_mp_rank_00_model_states.pt; it holds the names, copy it from rank 0's node"
+            f"{files.directory}: no zero_pp_rank_0_mp_rank_{files.model_ranks[0]:02d}_model_states.pt; it holds the names, "
+            "copy it from rank 0's node"
         )
     model = read_model(paths[min(paths)])
     return model, _recorded(model, model.param_shapes or read_shapes(first.path, first.root.get("param_shapes")))
 
 
 def model_paths(files: FileSet) -> dict[int, str]:
-    """The ranks' model files."""
-    return {dp: path for (dp, mp), path in files.zero_model.items() if mp == 0}
+    """The ranks' model files, of one model-parallel rank."""
+    return {dp: path for (dp, mp), path in files.zero_model.items() if mp == files.model_ranks[0]}
 
 
 def deliver(
@@ -128,7 +129,7 @@ def _recorded(model: ModelStates, groups: list[Shapes] | None) -> list[Shapes]:
 
 def _trainable(optimizer: Optimizer, shapes: Shapes, flats: list[list[TensorRef]]) -> dict[str, LazyTensor]:
     world = optimizer.world_size
-    chains = tuple(_chain(rank, refs) for rank, refs in zip(optimizer.ranks, flats, strict=True))
+    chains = tuple(one_chain(rank, refs) for rank, refs in zip(optimizer.ranks, flats, strict=True))
     tensors: dict[str, LazyTensor] = {}
     at = 0
     for name, shape in shapes.items():
@@ -146,7 +147,8 @@ def _trainable(optimizer: Optimizer, shapes: Shapes, flats: list[list[TensorRef]
     return tensors
 
 
-def _chain(rank: OptimStates, flats: list[TensorRef]) -> Chain:
+def one_chain(rank: OptimStates, flats: list[TensorRef]) -> Chain:
+    """A rank's sub-groups as one vector. Raises InconsistentCheckpoint when their dtypes differ."""
     dtypes = {flat.dtype for flat in flats if flat.numel} or {flat.dtype for flat in flats[:1]}
     if len(dtypes) != 1:
         found = ", ".join(sorted(map(str, dtypes))) or "no group at all"
