@@ -54,6 +54,11 @@ def _source_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("exp_avg", "exp_avg_sq"),
         help="take the optimizer's moments in place of the weights",
     )
+    parser.add_argument(
+        "--tp-rules",
+        metavar="FILE",
+        help="how tensor-parallel parameters are joined: lines of a pattern and a dimension, or `replicated`",
+    )
 
 
 def _output_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,6 +16,7 @@ from lazyzero.layout.contents import Check, Contents
 from lazyzero.layout.discover import find_tag_dir
 from lazyzero.layout.found import Found
 from lazyzero.layout.registry import read_contents
+from lazyzero.layout.tp_rules import read_rules
 from lazyzero.layout.union import list_all
 from lazyzero.tensor import LazyTensor
 
@@ -115,6 +116,7 @@ class Opening(TypedDict, total=False):
     exclude_frozen: bool
     base_model: str | os.PathLike[str] | None
     state: str | None
+    tp_rules: str | os.PathLike[str] | None
 
 
 @contextmanager
@@ -140,6 +142,7 @@ def open_checkpoint(
     exclude_frozen: bool = False,
     base_model: str | os.PathLike[str] | None = None,
     state: str | None = None,
+    tp_rules: str | os.PathLike[str] | None = None,
 ) -> Checkpoint:
     """Opens a DeepSpeed checkpoint: a root with `latest`, a root with one tag, or a tag directory.
 
@@ -147,7 +150,9 @@ def open_checkpoint(
     left in `tmp-checkpoint-*`: files are joined by rank, and what is there twice must be the same. With `exclude_frozen`,
     parameters that were not trained are left out. `base_model` is a directory of plain weights (safetensors or `.bin`)
     for the frozen parameters that ZeRO-3 did not save. With `state` ("exp_avg" or "exp_avg_sq") the tensors are the
-    optimizer's moments under the names of the parameters it trains, and nothing else.
+    optimizer's moments under the names of the parameters it trains, and nothing else. `tp_rules` is a file that says how
+    tensor-parallel parameters are joined (a pattern and a dimension or `replicated` on each line), where the checkpoint
+    does not.
 
     Raises CheckpointNotFound, AmbiguousCheckpoint, MissingFiles, BrokenArchive, InconsistentCheckpoint, UnsupportedLayout
     or InvalidRequest.
@@ -158,6 +163,7 @@ def open_checkpoint(
         exclude_frozen=exclude_frozen,
         base_model=None if base_model is None else os.fspath(base_model),
         state=moments.requested(state),
+        tp_rules=() if tp_rules is None else read_rules(tp_rules),
     )
     contents = read_contents(found)
     return Checkpoint(os.fspath(path), os.fspath(directory), contents, found.state)

@@ -40,6 +40,7 @@ def _open(args: argparse.Namespace) -> Checkpoint:
         exclude_frozen=args.exclude_frozen,
         base_model=args.base_model,
         state=args.state,
+        tp_rules=args.tp_rules,
     )
 
 
