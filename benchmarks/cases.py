@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from benchmarks.bounds import GB, MIB, Bound
-from benchmarks.generate import Spec
 from benchmarks.models import Model, Parameter, llama, small_tensors, with_lora
+from benchmarks.spec import Spec
 from benchmarks.tools import Tool
 
 Cache = Literal["warm", "cold"]

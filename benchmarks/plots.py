@@ -69,11 +69,12 @@ def _over_time(results: Results, path: Path) -> Path | None:
         samples = case["runs"][label][0]["samples"]
         megabytes = [rss / _MIB for rss in samples["rss"]]
         axis.plot(samples["seconds"], megabytes, color=_COLORS[_name(label)], linewidth=1.8)
-        peak = case["runs"][label][0]["peak_rss"] / _MIB
+        run, highest = case["runs"][label][0], max(megabytes)
+        short = label == "fp32"
         axis.annotate(
-            f"{_name(label)}: {case['runs'][label][0]['seconds']:.1f} s, peak {peak:,.0f} MiB",
-            (samples["seconds"][-1], megabytes[-1]),
-            xytext=(0, 10), textcoords="offset points", ha="right" if label == "DeepSpeed" else "left",
+            f"{_name(label)}: {run['seconds']:.1f} s, peak {run['peak_rss'] / _MIB:,.0f} MiB",
+            (samples["seconds"][-1] if short else samples["seconds"][megabytes.index(highest)], megabytes[-1] if short else highest),
+            xytext=(8, 0) if short else (0, 7), textcoords="offset points", va="center" if short else "bottom",
             color=_COLORS[_name(label)], fontsize=9,
         )  # fmt: skip
     axis.axhline(64, color="#9a9a9a", linewidth=0.8, linestyle="--")
