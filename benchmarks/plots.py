@@ -134,7 +134,7 @@ def _against_size(results: Results, path: Path) -> Path | None:
 
 
 def _throughput(results: Results, path: Path) -> Path | None:
-    """Bytes written a second until durable, beside cp, for each case that has it or a limit."""
+    """Weights converted a second until durable, beside cp, for each case that has it or a limit."""
     bars: list[tuple[str, str, float]] = []
     for case in results["cases"]:
         if "cp" not in case["runs"] and not any("64 MiB" in label for label in case["runs"]):
@@ -142,7 +142,7 @@ def _throughput(results: Results, path: Path) -> Path | None:
         for label, runs in case["runs"].items():
             if any(run["exit"] for run in runs):
                 continue
-            nbytes = case["checkpoint"]["fp32_bytes"] / (2 if label.startswith(("bf16", "fp16")) else 1)
+            nbytes = case["checkpoint"]["fp32_bytes"]
             bars.append(
                 (f"{case['name']}: {label}", _name(label), nbytes / _median(runs, "seconds", "sync_seconds") / _GB)
             )
@@ -155,7 +155,7 @@ def _throughput(results: Results, path: Path) -> Path | None:
         axis.text(rate, place, f" {rate:.2f}", va="center", fontsize=8)
     axis.set_yticks(list(places), [text for text, _, _ in bars], fontsize=8)
     axis.grid(visible=False)
-    axis.set_xlabel("GB of output a second, until durable on disk")
+    axis.set_xlabel("GB of fp32 weights a second, until durable on disk")
     return _save(figure, path)
 
 
