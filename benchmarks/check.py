@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.generate import Spec
 from benchmarks.models import Parameter
+from benchmarks.spec import Spec
 from benchmarks.values import marks, round_bf16
 
 _CHUNK: Final = 1 << 20  # elements

@@ -69,11 +69,12 @@ def _over_time(results: Results, path: Path) -> Path | None:
         samples = case["runs"][label][0]["samples"]
         megabytes = [rss / _MIB for rss in samples["rss"]]
         axis.plot(samples["seconds"], megabytes, color=_COLORS[_name(label)], linewidth=1.8)
-        peak = case["runs"][label][0]["peak_rss"] / _MIB
+        run, highest = case["runs"][label][0], max(megabytes)
+        short = label == "fp32"
         axis.annotate(
-            f"{_name(label)}: {case['runs'][label][0]['seconds']:.1f} s, peak {peak:,.0f} MiB",
-            (samples["seconds"][-1], megabytes[-1]),
-            xytext=(0, 10), textcoords="offset points", ha="right" if label == "DeepSpeed" else "left",
+            f"{_name(label)}: {run['seconds']:.1f} s, peak {run['peak_rss'] / _MIB:,.0f} MiB",
+            (samples["seconds"][-1] if short else samples["seconds"][megabytes.index(highest)], megabytes[-1] if short else highest),
+            xytext=(8, 0) if short else (0, 7), textcoords="offset points", va="center" if short else "bottom",
             color=_COLORS[_name(label)], fontsize=9,
         )  # fmt: skip
     axis.axhline(64, color="#9a9a9a", linewidth=0.8, linestyle="--")
@@ -133,7 +134,7 @@ def _against_size(results: Results, path: Path) -> Path | None:
 
 
 def _throughput(results: Results, path: Path) -> Path | None:
-    """Bytes written a second until durable, beside cp, for each case that has it or a limit."""
+    """Weights converted a second until durable, beside cp, for each case that has it or a limit."""
     bars: list[tuple[str, str, float]] = []
     for case in results["cases"]:
         if "cp" not in case["runs"] and not any("64 MiB" in label for label in case["runs"]):
@@ -141,7 +142,7 @@ def _throughput(results: Results, path: Path) -> Path | None:
         for label, runs in case["runs"].items():
             if any(run["exit"] for run in runs):
                 continue
-            nbytes = case["checkpoint"]["fp32_bytes"] / (2 if label.startswith(("bf16", "fp16")) else 1)
+            nbytes = case["checkpoint"]["fp32_bytes"]
             bars.append(
                 (f"{case['name']}: {label}", _name(label), nbytes / _median(runs, "seconds", "sync_seconds") / _GB)
             )
@@ -154,7 +155,7 @@ def _throughput(results: Results, path: Path) -> Path | None:
         axis.text(rate, place, f" {rate:.2f}", va="center", fontsize=8)
     axis.set_yticks(list(places), [text for text, _, _ in bars], fontsize=8)
     axis.grid(visible=False)
-    axis.set_xlabel("GB of output a second, until durable on disk")
+    axis.set_xlabel("GB of fp32 weights a second, until durable on disk")
     return _save(figure, path)
 
 

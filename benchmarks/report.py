@@ -14,9 +14,9 @@ from typing import Any
 import lazyzero
 from benchmarks.bounds import GB, MIB
 from benchmarks.cases import SOURCES
-from benchmarks.generate import Spec
 from benchmarks.measure import Run, Sample
 from benchmarks.run import Outcome
+from benchmarks.spec import Spec
 from benchmarks.tools import REPOSITORY, Tools
 
 _MARKS = {True: "yes", False: "**no**", None: "-"}

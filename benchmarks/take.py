@@ -34,5 +34,5 @@ def take(path: str, notes: str) -> None:
     os.unlink(path)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and os.environ["LAZYZERO_PATH"].endswith(".safetensors"):  # and not the index
     take(os.environ["LAZYZERO_PATH"], sys.argv[1])

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.check import check_output
-from benchmarks.generate import Spec, generate
+from benchmarks.generate import generate
 from benchmarks.measure import measure
 from benchmarks.models import llama
+from benchmarks.spec import Spec
 
 BOUND = 64 << 20
 NEEDED = 3_000_000_000  # bytes of disk

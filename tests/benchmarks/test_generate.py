@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from benchmarks.archive import save
-from benchmarks.generate import TAG, Spec, generate
+from benchmarks.generate import TAG, generate
 from benchmarks.models import Model, llama, small_tensors, with_lora
 from benchmarks.pickled import Storage, Tensor
+from benchmarks.spec import Spec
 from benchmarks.values import Values, marks, round_bf16
 from lazyzero import open_checkpoint
 from lazyzero.selfcheck import check
@@ -177,3 +178,18 @@ def test_presets_are_the_models(preset: str, billions: float, tensors: int) -> N
     model: Model = llama(preset)
     assert model.numel / 1e9 == pytest.approx(billions, abs=0.01)
     assert len(model.parameters) == tensors
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize(
+    "spec", [CASES[1], CASES[3], CASES[5], CASES[8], CASES[9]], ids=lambda spec: f"z{spec.stage}_{spec.model.name}"
+)
+def test_deepspeeds_own_converter_finds_every_value(spec: Spec, tmp_path: Path) -> None:
+    """DeepSpeed's converter opens what was generated, and finds the same values."""
+    zero_to_fp32 = pytest.importorskip("deepspeed.utils.zero_to_fp32")
+    root = generate(tmp_path / "checkpoint", spec)
+    found = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(root))
+    assert set(found) == {parameter.name for parameter in spec.model.parameters}
+    for index, parameter in enumerate(spec.model.parameters):
+        values = found[parameter.name].detach().float().numpy()
+        assert np.array_equal(values.reshape(-1), expected(spec, index)), parameter.name
