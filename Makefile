@@ -41,5 +41,36 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) --editable '.[dev]'
 	touch $@
 
+# Scratch files of up to 10 GB go to SCRATCH and are deleted; DEEPSPEED names a Python that has DeepSpeed, the peer.
+SCRATCH ?= bench-scratch
+BENCH := $(BIN)/python -m benchmarks --dir $(SCRATCH) --out benchmarks/results $(if $(DEEPSPEED),--deepspeed $(DEEPSPEED))
+
+bench: $(VENV)/.installed-bench
+	$(BENCH) small
+
+bench-70b: $(VENV)/.installed-bench
+	$(BENCH) large
+
+fuzz: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.fuzz --seconds 60
+
+soak: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.reliability.soak --kills 200
+
+# DeepSpeed's own converter beside ours, in an environment of its own.
+test-deepspeed: $(VENV)-deepspeed/.installed
+	DS_ACCELERATOR=cpu $(VENV)-deepspeed/bin/python -m pytest -m deepspeed
+
+$(VENV)/.installed-bench: $(VENV)/.installed-dev
+	$(PIP) --editable '.[bench]'
+	touch $@
+
+$(VENV)-deepspeed/.installed: setup.cfg constraints.txt
+	$(PYTHON) -m venv $(VENV)-deepspeed
+	$(VENV)-deepspeed/bin/python -m pip install --quiet --constraint constraints.txt torch setuptools wheel
+	$(VENV)-deepspeed/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	DS_BUILD_OPS=0 $(VENV)-deepspeed/bin/python -m pip install --quiet --constraint constraints.txt --no-build-isolation deepspeed
+	touch $@
+
 clean:
-	rm -rf $(VENV) demo-out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
+	rm -rf $(VENV) $(VENV)-deepspeed demo-out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
