@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 import lazyzero
 from lazyzero.verify import verify
 from tests import oracle, strategies
+from tests.generator.spec import Spec
+from tests.generator.stages import write
 
 pytestmark = pytest.mark.usefixtures("without_fsync")
 
@@ -22,12 +24,10 @@ pytestmark = pytest.mark.usefixtures("without_fsync")
     format=st.sampled_from(["safetensors", "bin"]),
     shard=st.sampled_from([None, 1, 64, 300, 5000]),
 )
-def test_any_checkpoint_comes_out_as_it_was_put_in(
-    spec: strategies.Spec, dtype: str, format: str, shard: int | None
-) -> None:
+def test_any_checkpoint_comes_out_as_it_was_put_in(spec: Spec, dtype: str, format: str, shard: int | None) -> None:
     """Every stage, world, grouping, tie, padding, dtype, release and container: names, bits, ties, missing names."""
     with tempfile.TemporaryDirectory() as work:
-        truth = strategies.write(spec, Path(work) / "checkpoint")
+        truth = write(spec, Path(work) / "checkpoint")
         output = Path(work) / "out"
         report = lazyzero.convert(truth.root, output, dtype=dtype, format=format, max_shard_size=shard)
         wrong = oracle.faults(truth.want, truth.tied, output, format=format, dtype=oracle.DTYPES[dtype])
@@ -38,10 +38,10 @@ def test_any_checkpoint_comes_out_as_it_was_put_in(
 
 
 @given(spec=strategies.specs())
-def test_a_tensor_read_alone_has_the_same_values(spec: strategies.Spec) -> None:
+def test_a_tensor_read_alone_has_the_same_values(spec: Spec) -> None:
     """shape, dtype, nbytes, numpy(), torch(), rows and ties of each entry, without any conversion."""
     with tempfile.TemporaryDirectory() as work:
-        truth = strategies.write(spec, Path(work) / "checkpoint")
+        truth = write(spec, Path(work) / "checkpoint")
         with lazyzero.open_checkpoint(truth.root) as checkpoint:
             assert set(checkpoint) == set(truth.want)
             assert checkpoint.world_size == truth.world
