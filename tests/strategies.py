@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from tests.generator.spec import Buffer, Kind, Param, Spec
 
-_NAME = st.one_of(
+NAMES = st.one_of(
     st.sampled_from(
         ["w", "weight", "layers.0.weight", "layers.10.weight", "a b", "0", 'quo"te', "back\\slash", "ünïcödé.权重"]
     ),
     st.text(st.characters(categories=["L", "N", "P", "S"], max_codepoint=0x2FFF), min_size=1, max_size=24),
 ).filter(lambda name: name.isprintable() and not name.endswith("_extra_state") and name != "__metadata__")
 
-_SHAPES = st.one_of(
+SHAPES = st.one_of(
     st.sampled_from([(), (1,), (0,), (0, 5), (5, 0), (1, 1), (7,), (17, 3), (33,), (3, 4, 5)]),
     st.lists(st.integers(0, 9), max_size=3).map(tuple),
     st.integers(1, 700).map(lambda count: (count,)),
@@ -33,11 +33,11 @@ def specs(draw: st.DrawFn) -> Spec:
     precision = "bf16" if bf16_optimizer else draw(st.sampled_from(["bf16", "fp16", "fp32"]))
     master = draw(st.sampled_from(["fp32", "fp32", precision])) if not bf16_optimizer else "fp32"
     groups = draw(st.integers(1, 3))
-    names = iter(draw(st.lists(_NAME, min_size=20, max_size=20, unique=True)))
+    names = iter(draw(st.lists(NAMES, min_size=20, max_size=20, unique=True)))
     exclude = release >= 2 and stage > 0 and draw(st.booleans())
     params = []
     for number in range(draw(st.integers(1, 7))):
-        shape = (5, 3) if number == 0 else draw(_SHAPES)
+        shape = (5, 3) if number == 0 else draw(SHAPES)
         kind: Kind = "trained" if number == 0 else draw(st.sampled_from(["trained", "trained", "frozen", "left out"]))
         if exclude and not math.prod(shape):
             kind = "trained" if release < 3 else "left out"
