@@ -8,6 +8,8 @@ import numpy as np
 def cast(source: np.ndarray, into: np.ndarray) -> None:
     """Fills `into` with `source` in its dtype: round to nearest even, overflow to infinity, as `Tensor.to` does."""
     with np.errstate(over="ignore", invalid="ignore"):
+        if source.dtype == np.float64 and into.dtype == np.float16:
+            source = source.astype(np.float32)  # torch rounds twice here
         np.copyto(into, source, casting="unsafe")
 
 

@@ -120,9 +120,16 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     if not a.numel():
         return True
-    mine, theirs = a.contiguous().reshape(-1), b.contiguous().reshape(-1)
+    # A copy, as one element may have any stride.
+    mine, theirs = (t.clone(memory_format=torch.contiguous_format).reshape(-1) for t in (a, b))
     different = (mine.view(torch.uint8) != theirs.view(torch.uint8)).view(a.numel(), -1).any(1)
     return bool((~different | (mine.isnan() & theirs.isnan())).all()) if different.any() else True
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """The elements' bytes in row-major order."""
+    flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 def as_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
