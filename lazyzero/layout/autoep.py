@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lazyzero.container.brief import brief
 from lazyzero.errors import InconsistentCheckpoint, UnsupportedLayout
 from lazyzero.layout import zero0
 from lazyzero.layout.concat import Slab, joined
@@ -22,6 +23,7 @@ from lazyzero.layout.states import ModelStates, Shapes, as_int, check_name
 from lazyzero.tensor import LazyTensor
 
 KEY = "ds_autoep_layers"
+_MOST_EXPERTS = 1 << 16  # of a layer
 WEIGHTS = ("w1", "w2", "w3")
 
 
@@ -60,7 +62,7 @@ def layers_of(model: ModelStates) -> list[Layer]:
             "either; train on from it without tensor parallelism and save again"
         )
     if not isinstance(recorded, list):
-        raise InconsistentCheckpoint(f"{model.path}: expected a list of layers in `{KEY}`, found {recorded!r:.80}")
+        raise InconsistentCheckpoint(f"{model.path}: expected a list of layers in `{KEY}`, found {brief(recorded)}")
     return [_layer(model.path, entry) for entry in recorded]
 
 
@@ -71,9 +73,9 @@ def _layer(path: str, entry: Any) -> Layer:
         as_int(fields.get("num_experts")),
         as_int(fields.get("ep_size")),
     )
-    if count is None or size is None or not 0 < size <= count <= 1 << 20:
+    if count is None or size is None or not 0 < size <= count <= _MOST_EXPERTS:
         raise InconsistentCheckpoint(
-            f"{path}: `{KEY}` has a layer without numbers of experts and ranks: {entry!r:.120}"
+            f"{path}: `{KEY}` has a layer without numbers of experts and ranks: {brief(entry, 120)}"
         )
     check_name(path, prefix)
     placement = fields.get("expert_placement")
@@ -84,24 +86,26 @@ def _layer(path: str, entry: Any) -> Layer:
         held = tuple(tuple(range(first, first + each)) for first in range(0, count, each))
     else:
         held = _placed(path, str(prefix), placement, count, size)
-    return Layer(str(fields.get("module_path", "")), str(prefix), count, held, as_int(fields.get("ep_rank")))
+    module = fields.get("module_path")
+    return Layer(module if isinstance(module, str) else "", str(prefix), count, held, as_int(fields.get("ep_rank")))
 
 
 def _placed(path: str, prefix: str, placement: Any, count: int, size: int) -> tuple[tuple[int, ...], ...]:
     version = placement.get("version") if isinstance(placement, dict) else None
     if version != 1:
         raise UnsupportedLayout(
-            f"{path}: {prefix}: its expert placement has version {version!r:.20}, of a DeepSpeed after 0.19.8; a newer lazyzero may read it"
+            f"{path}: {prefix}: its expert placement has version {brief(version, 20)}, of a DeepSpeed after 0.19.8; a newer lazyzero may read it"
         )
     entries = placement.get("ranks")
-    held: dict[Any, tuple[int, ...]] = {}
+    held: dict[int, tuple[int, ...]] = {}
     for entry in entries if isinstance(entries, list) else ():
-        if isinstance(entry, dict) and isinstance(entry.get("experts"), list):
-            held[entry.get("rank")] = tuple(entry["experts"])
+        rank, experts = (as_int(entry.get("rank")), entry.get("experts")) if isinstance(entry, dict) else (None, None)
+        if rank is not None and isinstance(experts, list) and all(type(expert) is int for expert in experts):
+            held[rank] = tuple(experts)
     every = {expert for experts in held.values() for expert in experts}
-    if set(held) != set(range(size)) or every != set(range(count)) or any(type(expert) is not int for expert in every):
+    if set(held) != set(range(size)) or every != set(range(count)):
         raise InconsistentCheckpoint(
-            f"{path}: {prefix}: its placement does not give each of {count} experts a place on {size} ranks: {placement!r:.120}"
+            f"{path}: {prefix}: its placement does not give each of {count} experts a place on {size} ranks: {brief(placement, 120)}"
         )
     return tuple(held[rank] for rank in range(size))
 

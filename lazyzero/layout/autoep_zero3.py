@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from lazyzero.container.brief import brief
 from lazyzero.container.objects import TensorRef
 from lazyzero.errors import InconsistentCheckpoint, MissingFiles
 from lazyzero.layout import moments, zero3
@@ -112,7 +113,7 @@ def _parts(model: ModelStates, rank: OptimStates, flats: list[TensorRef]) -> Ite
         )
         if index is None or not count or not 0 <= index < count:
             raise InconsistentCheckpoint(
-                f"{rank.path}: sub-group {number}: expected partition numbers, found {group!r:.120}"
+                f"{rank.path}: sub-group {number}: expected partition numbers, found {brief(group, 120)}"
             )
         at, end = end, end + flat.numel
         for name, shape in shapes.items():
@@ -143,12 +144,14 @@ def _gathered(path: str, name: str, parts: Sequence[_Part]) -> LazyTensor:
     """One expert-parallel rank's tensor, out of its partitions. Raises InconsistentCheckpoint unless each is there once."""
     ordered = sorted(parts, key=lambda part: part.index)
     first = ordered[0]
-    if [part.index for part in ordered] != list(range(first.count)) or any(
-        part.shape != first.shape for part in ordered
+    if (
+        len(ordered) != first.count
+        or [part.index for part in ordered] != list(range(first.count))
+        or any(part.shape != first.shape for part in ordered)
     ):
         raise InconsistentCheckpoint(
             f"{path}: {name!r}: expected each of {first.count} partitions of {list(first.shape)} once, found "
-            f"{[part.index for part in ordered]} of {[list(part.shape) for part in ordered]!r:.120}"
+            f"{[part.index for part in ordered]} of {brief([list(part.shape) for part in ordered], 120)}"
         )
     if any(part.chain.dtype != first.chain.dtype for part in ordered):
         raise InconsistentCheckpoint(f"{path}: {name!r}: its partitions have different dtypes")

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from lazyzero.container.archive import Archive, open_archive
+from lazyzero.container.brief import brief
 from lazyzero.container.objects import TensorRef
 from lazyzero.errors import InconsistentCheckpoint, MissingFiles, UnsupportedLayout
 from lazyzero.layout.discover import EXPERT, FileSet
@@ -26,6 +27,9 @@ from lazyzero.layout.zero12 import FLATS
 from lazyzero.tensor import LazyTensor
 
 _NAME = re.compile(r"((?:.*\.)?deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(|\..*)")
+
+
+_MOST_EXPERTS = 1 << 16  # of a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +67,20 @@ def _numbers(path: str) -> tuple[int, int, int]:
 
 def _lacking(model: ModelStates, present: set[tuple[int | None, int]]) -> list[str]:
     """The files there should be: `num_experts` counts each MoE layer's experts (an int in 0.5)."""
-    counts = model.root.get("num_experts")
+    recorded = model.root.get("num_experts")
+    counts = (
+        [min(as_int(n) or 0, _MOST_EXPERTS) for n in recorded] if isinstance(recorded, list) else as_int(recorded) or 0
+    )
     layered = any(layer is not None for layer, _ in present) or not present
     if isinstance(counts, list) and layered:
-        wanted = [(layer, expert) for layer, count in enumerate(counts) for expert in range(as_int(count) or 0)]
+        wanted = [(layer, expert) for layer, count in enumerate(counts) for expert in range(count)]
         return [f"layer_{layer}_expert_{expert}" for layer, expert in wanted if (layer, expert) not in present]
-    most = max((as_int(count) or 0 for count in counts), default=0) if isinstance(counts, list) else as_int(counts) or 0
-    return [f"expert_{expert}" for expert in range(most) if not layered and (None, expert) not in present]
+    most = max(counts, default=0) if isinstance(counts, list) else counts
+    return [
+        f"expert_{expert}"
+        for expert in range(min(most, _MOST_EXPERTS))
+        if not layered and (None, expert) not in present
+    ]
 
 
 class Scheme(Protocol):
@@ -117,7 +128,7 @@ def partition_counts(optimizer: Optimizer, groups: int) -> list[int]:
     counts = [as_int(count) for count in recorded] if isinstance(recorded, list) else [as_int(recorded)] * groups
     if len(counts) != groups or any(count is None or count < 1 or world % count for count in counts):
         raise InconsistentCheckpoint(
-            f"{first.path}: expected a partition_count for each of {groups} groups that divides {world} ranks, found {recorded!r:.80}"
+            f"{first.path}: expected a partition_count for each of {groups} groups that divides {world} ranks, found {brief(recorded)}"
         )
     return [count or 1 for count in counts]
 
@@ -138,7 +149,7 @@ def in_one_order(ranks: Sequence[OptimStates]) -> tuple[OptimStates, ...]:
     for rank, found in zip(ranks, keys, strict=True):
         if sorted(found) != sorted(keys[0]):
             raise InconsistentCheckpoint(
-                f"{rank.path}: has the param groups {found!r:.120}, {os.path.basename(ranks[0].path)} has {keys[0]!r:.120}"
+                f"{rank.path}: has the param groups {brief(found, 120)}, {os.path.basename(ranks[0].path)} has {brief(keys[0], 120)}"
             )
     return tuple(
         _reordered(rank, [found.index(key) for key in keys[0]]) for rank, found in zip(ranks, keys, strict=True)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from lazyzero.container.archive import Archive, open_archive
+from lazyzero.container.objects import TensorRef
 from lazyzero.dtypes import FLOAT32
 from lazyzero.errors import InconsistentCheckpoint
 from lazyzero.layout import autoep, autoep_zero3, moments, zero0, zero12
@@ -34,9 +35,9 @@ from lazyzero.layout.experts import (
 from lazyzero.layout.found import Found
 from lazyzero.layout.order import param_groups
 from lazyzero.layout.ranks import Optimizer, read_ranks
-from lazyzero.layout.states import ModelStates, Shapes, as_int
+from lazyzero.layout.states import ModelStates, OptimStates, Shapes, as_int, check_once
 from lazyzero.layout.support import Support
-from lazyzero.tensor import LazyTensor
+from lazyzero.tensor import Chain, LazyTensor
 
 MOMENTS = True
 SUPPORT = (
@@ -93,28 +94,35 @@ def masters(optimizer: Optimizer, model: ModelStates, scheme: Scheme, state: str
     flats = [rank.flats(zero12.FLATS) for rank in ranks]
     counts = partition_counts(optimizer, len(flats[0]))
     sets = [expert_sets(len(ranks), count, model.root.get("ds_config")) for count in counts]
-    chains = [zero12.one_chain(path, [flats[r][g] for r in of_group[0]]) for g, of_group in enumerate(sets)]
+    chains = [_chain(ranks, of_group[0], flats, index) for index, of_group in enumerate(sets)]
     names = param_groups(model, ranks, chains)
     if state is not None:
         flats = [moments.zero12_flats(rank, state) for rank in ranks]
     trainable: dict[str, LazyTensor] = {}
+    if len(names) != len(sets) or any(len(groups) != len(sets) for groups in flats):
+        raise InconsistentCheckpoint(f"{path}: expected {len(sets)} param groups on each rank, found another number")
     for index, (shapes, of_group) in enumerate(zip(names, sets, strict=True)):
         by_rank = [
             zero12.read_group(
                 tuple(ranks[r] for r in members), index, scheme.local(shapes, expert_rank),
-                zero12.one_chain(path, [flats[r][index] for r in members]),
+                _chain(ranks, members, flats, index),
             )
             for expert_rank, members in enumerate(of_group)
         ]  # fmt: skip
-        if scheme.owns(shapes):
-            trainable.update(scheme.whole(by_rank))
-        elif len(by_rank) == 1:
-            trainable.update(by_rank[0])
-        else:
+        experts = scheme.owns(shapes)
+        if len(by_rank) > 1 and not experts:
             raise InconsistentCheckpoint(
                 f"{path}: group {index} has {counts[index]} partitions on {len(ranks)} ranks and no experts ({next(iter(shapes), None)!r})"
             )
+        tensors = scheme.whole(by_rank) if experts else by_rank[0]
+        check_once(model.path, trainable, tensors)
+        trainable.update(tensors)
     return trainable
+
+
+def _chain(ranks: Sequence[OptimStates], members: Sequence[int], flats: list[list[TensorRef]], index: int) -> Chain:
+    """One group's flats of the ranks that share it."""
+    return zero12.chains(Optimizer(tuple(ranks[r] for r in members), ()), [[flats[r][index]] for r in members])[0]
 
 
 def _optimizer_archives(files: FileSet) -> list[Archive]:
@@ -132,8 +140,9 @@ def _delivered(
     found: Found, model: ModelStates, optimizer: Optimizer | None, files: ExpertFiles, scheme: Scheme,
     trainable: dict[str, LazyTensor], archives: Sequence[Archive],
 ) -> Contents:  # fmt: skip
-    rest = {name: view(name, ref, "frozen") for name, ref in model.frozen.items()} | scheme.stored
-    rest = {name: tensor for name, tensor in rest.items() if name not in trainable}
+    # Of experts the model file has frozen weights too, but rank 0's only.
+    dense = {name: view(name, ref, "frozen") for name, ref in model.frozen.items() if not scheme.owns([name])}
+    rest = {name: tensor for name, tensor in (dense | scheme.stored).items() if name not in trainable}
     assembly = assemble(without_aliases(model), trainable, rest, partitioned=False, why_missing=_WHY_MISSING)
     checks = [check for check in zero12.module_checks(model, trainable) if not _widened_gate(check)]
     checks += [
@@ -149,11 +158,18 @@ def _delivered(
         world_size=1 if optimizer is None else optimizer.world_size,
         version=model.version,
         entries=assembly.entries,
-        missing=assembly.missing,
+        missing=assembly.missing | {n: _WHY_MISSING for n in _besides(model, trainable) if n not in assembly.entries},
         warnings=(*(optimizer.warnings if optimizer else ()), *told(files)),
         checks=tuple(checks) if found.state is None else (),
         archives=(model.archive, *archives, *files.archives),
     )
+
+
+def _besides(model: ModelStates, trainable: Iterable[str]) -> Iterable[str]:
+    """What the experts have besides trained parameters, whether or not their files are there."""
+    kinds = _kinds([*model.frozen_shapes, *(model.buffers or ())])
+    numbered = {(parts.prefix, parts.number) for parts in map(expert_name, trainable) if parts is not None}
+    return [f"{prefix}{number}{rest}" for prefix, number in sorted(numbered) for of, rest in kinds if of == prefix]
 
 
 def _widened_gate(check: Check) -> bool:

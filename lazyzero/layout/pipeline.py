@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lazyzero.container.archive import Archive, open_archive
+from lazyzero.container.brief import brief
 from lazyzero.container.objects import Opaque, TensorRef
 from lazyzero.errors import InconsistentCheckpoint, MissingFiles, UnsupportedLayout
 from lazyzero.layout import tensor_parallel, zero0, zero12
@@ -23,7 +24,7 @@ from lazyzero.layout.discover import LAYER, FileSet
 from lazyzero.layout.found import Found
 from lazyzero.layout.matching import round_alike
 from lazyzero.layout.ranks import Optimizer, read_ranks, spans
-from lazyzero.layout.states import ModelStates, Shapes, as_int, named, read_model
+from lazyzero.layout.states import ModelStates, Shapes, as_int, check_once, named, read_model
 from lazyzero.layout.support import Support
 from lazyzero.layout.tp_merge import alike
 from lazyzero.tensor import LazyTensor
@@ -178,7 +179,7 @@ def _from_slices(optimizer: Optimizer, layers: _Layers) -> list[Shapes]:
             for name, part in named(rank.path, mapping, "param_slice_mappings").items():
                 numel = as_int(part.field("numel")) if isinstance(part, Opaque) else None
                 if numel is None or numel < 0:
-                    raise InconsistentCheckpoint(f"{rank.path}: param_slice_mappings[{name!r}] is {part!r:.80}")
+                    raise InconsistentCheckpoint(f"{rank.path}: param_slice_mappings[{name!r}] is {brief(part)}")
                 group[name] = group.get(name, 0) + numel
     path = optimizer.ranks[0].path
     return [{name: _shape(path, name, numel, layers) for name, numel in group.items()} for group in groups]
@@ -225,6 +226,7 @@ def _masters(stages: Sequence[_Stage], state: str | None) -> tuple[dict[str, Laz
     for stage in stages:
         if stage.optimizer is not None:
             found = zero12.parameters(stage.optimizer, stage.model, state)
+            check_once(stage.model.path, trainable, {name: 0 for name in found if not name.startswith(_TIED)})
             twice += [(trainable[name], tensor) for name, tensor in found.items() if name in trainable]
             trainable = found | trainable
     return trainable, twice

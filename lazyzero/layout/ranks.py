@@ -52,6 +52,8 @@ def read_ranks(files: FileSet, world: int | None = None) -> Optimizer:
     first = read_optim(by_rank[min(by_rank)])
     if world is None:
         world = _world(first, len(by_rank))
+    elif not 0 < world <= _MOST_RANKS:
+        raise InconsistentCheckpoint(f"{files.directory}: expected a number of ranks, found {world}; a file is damaged")
     surplus = [rank for rank in sorted(by_rank) if rank >= world]
     if surplus:
         names = _names([by_rank[rank] for rank in surplus])

@@ -63,8 +63,9 @@ def read(found: Found) -> Contents:
             return replace(contents, warnings=(*contents.warnings, _TOLD_SEQUENCE))
     ranks = files.model_ranks
     first = recognise(replace(found, files=files.of_model_rank(ranks[0])))
-    world = as_int(model_root(first).get("mp_world_size")) or len(ranks)
-    if ranks[:world] != list(range(world)):
+    recorded = as_int(model_root(first).get("mp_world_size"))
+    world = recorded if recorded is not None and recorded > 0 else len(ranks)
+    if len(ranks) < world or ranks[:world] != list(range(world)):
         raise MissingFiles(
             f"{files.directory}: files of some model-parallel ranks are missing: have {spans(ranks)}; need 0-{world - 1}; "
             "copy them from the nodes that wrote them"

@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
+from lazyzero.container.brief import brief
 from lazyzero.errors import InconsistentCheckpoint, UnsupportedLayout
 from lazyzero.layout import tp_plan
+from lazyzero.layout.states import is_shape
 from lazyzero.layout.tp_plan import Cut, Plan, Shape, Shapes
 
 
@@ -23,7 +25,7 @@ def plan_of_map(where: str, shapes: Shapes, entry: Mapping[str, Any]) -> Plan:
         boxes = [box for rank, held in entry["ranks"].items() for box in _boxes(whole, rank, held, shapes)]
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError) as error:
         raise UnsupportedLayout(
-            f"{where}: its affine map is none of the kind DeepSpeed 0.19.8 writes ({error!r:.120}); "
+            f"{where}: its affine map is none of the kind DeepSpeed 0.19.8 writes ({str(error)[:120] or type(error).__name__}); "
             "state the dimension with --tp-rules"
         ) from None
     dims = {dim for box in boxes for dim in range(len(whole)) if not box.shape[dim] == box.shard[dim] == whole[dim]}
@@ -62,18 +64,20 @@ class _Box:
 def _boxes(whole: Shape, rank: Any, held: Mapping[str, Any], shapes: Shapes) -> list[_Box]:
     shard = _shape(held["shard_shape"])
     if type(rank) is not int or not 0 <= rank < len(shapes):
-        raise ValueError(f"rank {rank!r:.20} of {len(shapes)}")
+        raise ValueError(f"rank {brief(rank, 20)} of {len(shapes)}")
     real = shapes[rank]
     if math.prod(shard) != (0 if real is None else math.prod(real)):
         raise ValueError(f"rank {rank} has {real}, recorded is {shard}")
-    boxes = []
+    boxes: list[_Box] = []
     for piece in held["pieces"]:
         shape = _shape(piece["shape"])
         if piece.get("scale", 1.0) != 1.0:
-            raise ValueError(f"scaled by {piece['scale']!r:.20}")
+            raise ValueError(f"scaled by {brief(piece['scale'], 20)}")
         if 0 not in shape:
             corners = _corner(whole, shape, piece["source"]), _corner(shard, shape, piece["dest"])
             boxes.append(_Box(shape, *corners, shard, rank))
+    if sum(math.prod(box.shape) for box in boxes) != math.prod(shard):
+        raise ValueError(f"its boxes are not the shard {shard} of rank {rank}")
     return boxes
 
 
@@ -84,7 +88,7 @@ def _corner(array: Shape, box: Shape, place: Any) -> Shape:
     if len(box) != len(array) or any(
         size > 1 and got != want for size, got, want in zip(box, strides, rows, strict=True)
     ):
-        raise ValueError(f"strides {strides!r:.40} in {array}")
+        raise ValueError(f"strides {brief(strides, 40)} in {array}")
     corner = []
     for row in rows:
         index, offset = divmod(offset, row)
@@ -95,6 +99,6 @@ def _corner(array: Shape, box: Shape, place: Any) -> Shape:
 
 
 def _shape(value: Any) -> Shape:
-    if not isinstance(value, (list, tuple)) or not all(type(size) is int and 0 <= size < 1 << 48 for size in value):
-        raise ValueError(f"shape {value!r:.40}")
+    if not is_shape(value):
+        raise ValueError(f"shape {brief(value, 40)}")
     return tuple(value)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from lazyzero.container.brief import brief
 from lazyzero.container.objects import Opaque
 from lazyzero.errors import InconsistentCheckpoint, UnsupportedLayout
 from lazyzero.layout import tp_plan
@@ -80,7 +81,7 @@ class Metadata:
         reason = self._unsupported.find(name)
         if reason is not None:
             raise UnsupportedLayout(
-                f"{where} cannot be joined, DeepSpeed recorded: {reason!s:.200}; state the dimension with --tp-rules if you know it"
+                f"{where} cannot be joined, DeepSpeed recorded: {brief(reason, 200)}; state the dimension with --tp-rules if you know it"
             )
         plan = self._by_kind(where, name, shapes)
         if self._vocabulary.find(name):
@@ -113,18 +114,19 @@ class Metadata:
         for entry in self._list("parameter_with_sub_params"):
             fields = entry.state if isinstance(entry, Opaque) else entry
             if not isinstance(fields, dict):
-                raise InconsistentCheckpoint(f"{self.path}: `parameter_with_sub_params` has {entry!r:.80}")
+                raise InconsistentCheckpoint(f"{self.path}: `parameter_with_sub_params` has {brief(entry)}")
             view, dim, patterns = fields.get("shape"), as_int(fields.get("partition_dim")), fields.get("patterns")
             if not isinstance(view, (list, tuple)) or dim is None or not isinstance(patterns, (list, tuple)):
-                raise InconsistentCheckpoint(f"{self.path}: `parameter_with_sub_params` has {fields!r:.120}")
+                raise InconsistentCheckpoint(f"{self.path}: `parameter_with_sub_params` has {brief(fields, 120)}")
             for pattern in patterns:
-                yield pattern, SubParameters(tuple(view), dim, recorded.get(pattern))
+                widths = recorded.get(pattern) if isinstance(pattern, str) else None
+                yield pattern, SubParameters(tuple(view), dim, widths)
 
     def _affine_maps(self) -> Iterable[tuple[str, Mapping[str, Any]]]:
         recorded = self._dict("affine_map")
         if recorded and recorded.get("version") != 1:
             raise UnsupportedLayout(
-                f"{self.path}: its affine map has version {recorded.get('version')!r:.20}, of a DeepSpeed after 0.19.8; "
+                f"{self.path}: its affine map has version {brief(recorded.get('version'), 20)}, of a DeepSpeed after 0.19.8; "
                 "a newer lazyzero may read it"
             )
         params = recorded.get("params", {})
@@ -144,7 +146,7 @@ class Metadata:
         if value is None:
             return default
         if not isinstance(value, types):
-            raise InconsistentCheckpoint(f"{self.path}: expected `{KEY}[{key!r}]` to be patterns, found {value!r:.80}")
+            raise InconsistentCheckpoint(f"{self.path}: expected `{KEY}[{key!r}]` to be patterns, found {brief(value)}")
         return value
 
 
@@ -165,5 +167,5 @@ def _compiled(path: str, pattern: Any) -> re.Pattern[str]:
         except (re.error, RecursionError, OverflowError):
             pass
     raise UnsupportedLayout(
-        f"{path}: `{KEY}` has {pattern!r:.120} where a simple pattern of names was expected; state the dimensions with --tp-rules"
+        f"{path}: `{KEY}` has {brief(pattern, 120)} where a simple pattern of names was expected; state the dimensions with --tp-rules"
     )

@@ -11,7 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lazyzero.container.brief import brief
 from lazyzero.errors import InconsistentCheckpoint, UnsupportedLayout
+
+_MOST_SUB_PARAMETERS = 1 << 16
+_MOST_DIMENSIONS = 64
 
 Shape = tuple[int, ...]
 Shapes = Sequence[Shape | None]  # by rank; None where a rank has no such parameter
@@ -94,8 +98,8 @@ def sub_parameters(where: str, shapes: Shapes, view: Sequence[Any], dim: int, wi
     sizes, or (before universal checkpoint version 0.4) their number. `widths` are each sub-parameter's sizes by rank;
     without them all are split evenly.
     """
-    if not 0 <= dim < len(view):
-        raise InconsistentCheckpoint(f"{where}: sub-parameters lie along dimension {dim} of {list(view)!r:.80}")
+    if not 0 <= dim < len(view) <= _MOST_DIMENSIONS:
+        raise InconsistentCheckpoint(f"{where}: sub-parameters lie along dimension {dim} of {brief(list(view))}")
     if widths is not None:
         table = _table(where, widths, len(shapes))
     elif isinstance(view[dim], (list, tuple)):
@@ -104,7 +108,7 @@ def sub_parameters(where: str, shapes: Shapes, view: Sequence[Any], dim: int, wi
         if any(shape is None or len(shape) != len(view) for shape in shapes):
             raise UnsupportedLayout(
                 f"{where}: the sizes of its sub-parameters are not recorded, and its shards {_listed(shapes)} are viewed as "
-                f"{list(view)!r:.80}; state the dimension with --tp-rules"
+                f"{brief(list(view))}; state the dimension with --tp-rules"
             )
         table = _even(where, view[dim], split(where, shapes, dim).shape[dim], len(shapes))
     return _interleaved(
@@ -130,7 +134,7 @@ def located(where: str, shapes: Shapes, view: Sequence[Any], dim: int, widths: S
     places = [place for place in places if place == (dim, 1)] or places
     if not places or any(widths[rank] for rank in range(len(shapes)) if rank not in known):
         raise InconsistentCheckpoint(
-            f"{where}: recorded widths by rank {list(widths)} of dimension {dim} of {list(view)!r:.80} do not add up to the shards "
+            f"{where}: recorded widths by rank {list(widths)} of dimension {dim} of {brief(list(view))} do not add up to the shards "
             f"{_listed(shapes)}"
         )
     at, count = places[0]
@@ -153,7 +157,7 @@ def _table(where: str, widths: Any, ranks: int) -> list[list[int]]:
         isinstance(row, (list, tuple)) and all(type(n) is int and n >= 0 for n in row) and len(row) == ranks
         for row in rows
     ):
-        raise InconsistentCheckpoint(f"{where}: expected widths by sub-parameter and rank, found {widths!r:.80}")
+        raise InconsistentCheckpoint(f"{where}: expected widths by sub-parameter and rank, found {brief(widths)}")
     return [list(row) for row in rows]
 
 
@@ -161,11 +165,11 @@ def _even(where: str, spec: Any, total: int, ranks: int) -> list[list[int]]:
     """Equal shares of each sub-parameter: `spec` has the sizes, or one number, which is their count or the whole size."""
     sizes = list(spec) if isinstance(spec, (list, tuple)) else [spec]
     if not sizes or not all(type(size) is int and size > 0 for size in sizes):
-        raise InconsistentCheckpoint(f"{where}: expected sizes of sub-parameters or their number, found {spec!r:.80}")
+        raise InconsistentCheckpoint(f"{where}: expected sizes of sub-parameters or their number, found {brief(spec)}")
     if not isinstance(spec, (list, tuple)) and spec != total:
-        sizes = [total // spec] * spec if total % spec == 0 else []
+        sizes = [total // spec] * spec if total % spec == 0 and spec <= _MOST_SUB_PARAMETERS else []
     if sum(sizes) != total:
-        raise InconsistentCheckpoint(f"{where}: sub-parameters {spec!r:.80} do not add up to the {total} of all ranks")
+        raise InconsistentCheckpoint(f"{where}: sub-parameters {brief(spec)} do not add up to the {total} of all ranks")
     if any(size % ranks for size in sizes):
         raise UnsupportedLayout(
             f"{where}: sub-parameters of {sizes} cannot be split evenly over {ranks} ranks, and their widths by rank are "
