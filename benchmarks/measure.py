@@ -157,7 +157,7 @@ class _Watch:
         rows = [row for row in map(_status, pids) if row]
         if not rows:
             return
-        if self.first_write is None and pids and _written(pids[0]) >= _FIRST_WRITE:
+        if self.first_write is None and any(_written(pid) >= _FIRST_WRITE for pid in pids):
             self.first_write = now
         machine = _fields(Path("/proc/meminfo"))
         self.samples.append(
