@@ -30,14 +30,6 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-BENCH = $(BIN)/python -m benchmarks --out benchmarks/results $(if $(DEEPSPEED),--deepspeed $(DEEPSPEED))
-
-bench: $(VENV)/.installed-dev
-	$(BENCH) small
-
-bench-70b: $(VENV)/.installed-dev
-	$(BENCH) large
-
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 

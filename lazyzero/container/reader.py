@@ -13,9 +13,11 @@ from typing import Final, TypeVar
 
 from lazyzero.container.mapped import map_range
 from lazyzero.container.objects import Storage
-from lazyzero.container.source import POOL, Source
+from lazyzero.container.source import POOL, Source, advise
 
 T = TypeVar("T")
+
+_MOST_ANNOUNCED: Final = 64  # files; a call for each of more costs more than it gains
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +38,21 @@ def read_all(wants: Iterable[Want], *, io: str = "pread", release: bool = False)
     copy, total = READERS[io], 0
     for source, places in _by_source((want.storage, want.start, len(want.into), want.into) for want in wants).items():
         for offset, nbytes, views in _runs(places):
-            copy(source, offset, views)
+            copy(source, offset, views, release)
             total += nbytes
-            if release:
-                _advise(source, offset, nbytes, os.POSIX_FADV_DONTNEED)
     return total
 
 
-def announce(ranges: Iterable[tuple[Storage, int, int]]) -> None:
-    """Has the kernel fetch byte ranges (storage, start, bytes) that will be read soon."""
+def announce(ranges: Iterable[tuple[Storage, int, int]]) -> bool:
+    """Has the kernel fetch byte ranges (storage, start, bytes) that will be read soon; False if it is not worth it."""
     found = _by_source((storage, start, nbytes, None) for storage, start, nbytes in ranges)
-    if len(found) > POOL.limit:
-        return  # opening every file once more costs more than it gains
+    if len(found) > _MOST_ANNOUNCED:
+        return False
     for source, places in found.items():
-        for offset, nbytes, _ in _runs(places):
-            _advise(source, offset, nbytes, os.POSIX_FADV_WILLNEED)
+        with POOL.lease(source) as fd:
+            for offset, nbytes, _ in _runs(places):
+                advise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+    return True
 
 
 def _by_source(ranges: Iterable[tuple[Storage, int, int, T]]) -> dict[Source, list[tuple[int, int, T]]]:
@@ -76,28 +78,24 @@ def _runs(places: list[tuple[int, int, T]]) -> Iterator[tuple[int, int, list[T]]
     yield start, end - start, items
 
 
-def _pread(source: Source, offset: int, views: list[memoryview]) -> None:
-    source.read_into(views, offset)
+def _pread(source: Source, offset: int, views: list[memoryview], release: bool) -> None:
+    source.read_into(views, offset, release=release)
 
 
-def _mmap(source: Source, offset: int, views: list[memoryview]) -> None:
-    mapped = map_range(source, offset, sum(map(len, views)))
+def _mmap(source: Source, offset: int, views: list[memoryview], release: bool) -> None:
+    nbytes = sum(map(len, views))
+    mapped = map_range(source, offset, nbytes)
     if mapped is None:
-        _pread(source, offset, views)
+        _pread(source, offset, views, release)
         return
     mapping, at = mapped
     with mapping, memoryview(mapping) as window:
         for view in views:
             view[:] = window[at : at + len(view)]
             at += len(view)
+    if release:
+        with POOL.lease(source) as fd:
+            advise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
-READERS: Final[dict[str, Callable[[Source, int, list[memoryview]], None]]] = {"pread": _pread, "mmap": _mmap}
-
-
-def _advise(source: Source, offset: int, nbytes: int, advice: int) -> None:
-    with POOL.lease(source) as fd:
-        try:
-            os.posix_fadvise(fd, offset, nbytes, advice)
-        except OSError:  # a hint: a file system may not know it
-            return
+READERS: Final[dict[str, Callable[[Source, int, list[memoryview], bool], None]]] = {"pread": _pread, "mmap": _mmap}

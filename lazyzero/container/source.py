@@ -7,7 +7,7 @@ import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from lazyzero.errors import BrokenArchive, CheckpointNotFound, LazyZeroError, ReadError, SourceChanged
@@ -16,14 +16,14 @@ _MAX_IOVEC = 512  # the kernel takes 1024; some file systems split larger vector
 
 
 def _descriptor_budget() -> int:
-    """How many files the pool keeps open: few enough that `ulimit -n 256` never notices."""
+    """How many files the pool keeps open: half of what is allowed, so that `ulimit -n 256` never notices."""
     try:
         import resource
 
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     except (ImportError, OSError, ValueError):  # pragma: no cover - platforms without rlimits
         return 32
-    return max(4, min(64, soft // 4)) if soft > 0 else 64
+    return max(4, min(2048, soft // 2)) if soft > 0 else 64
 
 
 class _Lease:
@@ -65,11 +65,11 @@ class DescriptorPool:
             return lease
 
     def _evict(self, keep: int) -> None:
-        for source in list(self._open):
-            if len(self._open) <= keep:
+        while len(self._open) > keep:
+            idle = next((source for source, lease in self._open.items() if lease.users == 0), None)
+            if idle is None:
                 return
-            if self._open[source].users == 0:
-                os.close(self._open.pop(source).fd)
+            os.close(self._open.pop(idle).fd)
 
     def close(self) -> None:
         """Closes every descriptor not in use."""
@@ -80,9 +80,9 @@ class DescriptorPool:
 POOL = DescriptorPool()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """One regular file as it was when first seen: `size` in bytes, `mtime_ns`, `inode`."""
+    """One regular file as it was when first seen: `size` in bytes, `mtime_ns`, `inode`. Equal to itself alone."""
 
     path: str
     size: int
@@ -109,14 +109,18 @@ class Source:
         self.read_into([memoryview(data)], offset)
         return bytes(data)
 
-    def read_into(self, views: Sequence[memoryview], offset: int) -> None:
-        """Fills the byte views one after the other with what stands from `offset` on.
+    def read_into(self, views: Sequence[memoryview], offset: int, *, release: bool = False) -> None:
+        """Fills the byte views one after the other with what stands from `offset` on; `release` has the page cache
+        forget it afterwards.
 
         Raises SourceChanged when the file ends early, ReadError when the system refuses.
         """
         with POOL.lease(self) as fd:
+            end = offset
             for first in range(0, len(views), _MAX_IOVEC):
-                offset = self._fill(fd, list(views[first : first + _MAX_IOVEC]), offset)
+                end = self._fill(fd, list(views[first : first + _MAX_IOVEC]), end)
+            if release:
+                advise(fd, offset, end - offset, os.POSIX_FADV_DONTNEED)
 
     def _fill(self, fd: int, views: list[memoryview], offset: int) -> int:
         while views:
@@ -168,6 +172,12 @@ class Source:
             os.close(fd)
             raise
         return fd
+
+
+def advise(fd: int, offset: int, nbytes: int, advice: int) -> None:
+    """posix_fadvise; a hint, so a file system that does not know it does no harm."""
+    with suppress(OSError):
+        os.posix_fadvise(fd, offset, nbytes, advice)
 
 
 def _kind(mode: int) -> str:

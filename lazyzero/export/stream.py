@@ -182,6 +182,7 @@ class _Queue:
     def __init__(self, items: Iterator[list[Part]]) -> None:
         self._items = items
         self._ahead: list[Part] | None = None
+        self._announce = True
         self._lock = threading.Lock()
 
     def next(self) -> list[Part] | None:
@@ -190,8 +191,8 @@ class _Queue:
             taken = self._ahead or next(self._items, None)
             self._ahead = next(self._items, None)
             ahead = self._ahead
-        if ahead is not None:
-            announce(place for part in ahead for place in ranges(part))
+        if ahead is not None and self._announce:
+            self._announce = announce(place for part in ahead for place in ranges(part))
         return taken
 
     def end(self) -> None:
