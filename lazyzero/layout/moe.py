@@ -102,6 +102,11 @@ def masters(optimizer: Optimizer, model: ModelStates, scheme: Scheme, state: str
     if len(names) != len(sets) or any(len(groups) != len(sets) for groups in flats):
         raise InconsistentCheckpoint(f"{path}: expected {len(sets)} param groups on each rank, found another number")
     for index, (shapes, of_group) in enumerate(zip(names, sets, strict=True)):
+        experts = scheme.owns(shapes)
+        if len(of_group) > 1 and not experts:
+            raise InconsistentCheckpoint(
+                f"{path}: group {index} has {counts[index]} partitions on {len(ranks)} ranks and no experts ({next(iter(shapes), None)!r})"
+            )
         by_rank = [
             zero12.read_group(
                 tuple(ranks[r] for r in members), index, scheme.local(shapes, expert_rank),
@@ -109,11 +114,6 @@ def masters(optimizer: Optimizer, model: ModelStates, scheme: Scheme, state: str
             )
             for expert_rank, members in enumerate(of_group)
         ]  # fmt: skip
-        experts = scheme.owns(shapes)
-        if len(by_rank) > 1 and not experts:
-            raise InconsistentCheckpoint(
-                f"{path}: group {index} has {counts[index]} partitions on {len(ranks)} ranks and no experts ({next(iter(shapes), None)!r})"
-            )
         tensors = scheme.whole(by_rank) if experts else by_rank[0]
         check_once(model.path, trainable, tensors)
         trainable.update(tensors)
