@@ -182,6 +182,7 @@ class Native:
 
     def __init__(self, model: ModelStates, files: ExpertFiles) -> None:
         local = [*(name for group in model.param_shapes or () for name in group), *model.frozen_shapes]
+        self._path = model.path
         self._of_a_rank: dict[str, int] = {}
         self._see([*local, *(model.buffers or ())])
         buffers, frozen = _kinds(model.buffers or ()), _kinds(model.frozen_shapes)
@@ -214,12 +215,12 @@ class Native:
             for name, tensor in tensors.items():
                 parts = expert_name(name)
                 if parts is None:
-                    raise InconsistentCheckpoint(f"{name!r} is in a param group of experts and is none's")
+                    raise InconsistentCheckpoint(f"{self._path}: {name!r} is in a param group of experts and is none's")
                 numbered = parts.numbered(rank * self._of_a_rank[parts.prefix] + parts.number)
                 stored = self.stored.get(numbered)
                 if stored is not None and stored.shape != tensor.shape:
                     raise InconsistentCheckpoint(
-                        f"{numbered!r} has shape {list(tensor.shape)} in `param_shapes` and {list(stored.shape)} in its expert's file"
+                        f"{self._path}: {numbered!r} has shape {list(tensor.shape)} in `param_shapes` and {list(stored.shape)} in its expert's file"
                     )
                 found[numbered] = replace(tensor, name=numbered)
         return found

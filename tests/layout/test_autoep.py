@@ -46,7 +46,10 @@ def _zero3(directory: Path, held: list[list[int]], copies: int, **changed: Any) 
             },
             directory / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt",
         )  # fmt: skip
-        flats = [cut(experts, copies)[index].clone(), torch.cat([cut(tensor, world)[rank] for tensor in dense.values()])]
+        flats = [
+            cut(experts, copies)[index].clone(),
+            torch.cat([cut(tensor, world)[rank] for tensor in dense.values()]),
+        ]
         groups = [
             {"partition_count": copies, "partition_rank": index},
             {"partition_count": world, "partition_rank": rank},
@@ -136,3 +139,29 @@ def test_an_experts_file_that_is_lost(tmp_path: Path) -> None:
     with open_checkpoint(tmp_path / "checkpoint") as checkpoint:
         assert len(checkpoint.checks) == 18 - 3
         assert "layer_1_expert_2 first" in checkpoint.warnings[0]
+
+
+def test_stage_0(tmp_path: Path) -> None:
+    """Each expert-parallel rank's wrapper has the master of its own experts as one tensor, known by its values."""
+    experts, router = values(7, 4, 3, 2), values(8, 4, 2)
+    held = [[0, 1], [2, 3]]
+    save(
+        {
+            "module": {"mlp.router.gate.weight": router.bfloat16(), "mlp.gate.gate.weight": router.bfloat16()},
+            "buffer_names": [], "num_experts": [4], "ds_autoep_layers": [_layer(0, held)], "mp_world_size": 1,
+            "optimizer": {"fp32_groups": [[router]]},
+        },
+        tmp_path / "mp_rank_00_model_states.pt",
+    )  # fmt: skip
+    for number in range(4):
+        weights = {f"{FUSED}.{number}": experts[number].bfloat16()}
+        save(weights, tmp_path / f"layer_0_expert_{number}_mp_rank_00_model_states.pt")
+    for rank, mine in enumerate(held):
+        wrapper = {"fp32_groups": [[router, experts[mine].clone()]]}
+        save({"optimizer": wrapper}, tmp_path / f"expp_rank_{rank}_mp_rank_00_optim_states.pt")
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert_tensors(checkpoint, {FUSED: experts, "mlp.router.gate.weight": router, "mlp.gate.gate.weight": router})
+    (tmp_path / "expp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint[FUSED].dtype.name == "bfloat16"
+        assert torch.equal(checkpoint[FUSED].torch(), experts.bfloat16())

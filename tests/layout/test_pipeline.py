@@ -187,3 +187,17 @@ def test_moments() -> None:
     moments = open_checkpoint(DATA / "i_z1_pipe_w2" / "checkpoint", state="exp_avg_sq")
     trained = {name: tensor.shape for name, tensor in weights.items() if tensor.role == "trainable"}
     assert {name: tensor.shape for name, tensor in moments.items()} == trained
+
+
+def test_what_deepspeed_does_not_write_is_refused(tmp_path: Path) -> None:
+    """Neither ZeRO-3 nor a stage without names passes for a pipeline that is understood."""
+    _stage(tmp_path / "named", 0, 1, {"0.w": values(1, 6)})
+    _layer(tmp_path / "named", 0, {"w": values(1, 6)})
+    save({}, tmp_path / "named" / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    with pytest.raises(UnsupportedLayout, match="ZeRO-3"):
+        open_checkpoint(tmp_path / "named")
+    _stage(tmp_path / "nameless", 0, 1, {"0.w": values(1, 6)})
+    _model_file(tmp_path / "nameless", 0, 1, None)
+    _layer(tmp_path / "nameless", 0, {"w": values(1, 6)})
+    with pytest.raises(UnsupportedLayout, match="no file names the parameters"):
+        open_checkpoint(tmp_path / "nameless")

@@ -296,3 +296,9 @@ def test_moments() -> None:
 
 def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     return {name: tensor.shape for name, tensor in checkpoint.items()}
+
+
+def test_shards_of_different_dtypes_are_refused(tmp_path: Path) -> None:
+    """Ranks that saved one parameter in two dtypes are of different runs."""
+    stage0(tmp_path, [{"w": values(1, 2)}, {"w": values(2, 2).double()}], {})
+    _refused(tmp_path, InconsistentCheckpoint, "'w'", "float64")
