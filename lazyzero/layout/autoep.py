@@ -29,8 +29,9 @@ WEIGHTS = ("w1", "w2", "w3")
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer's experts: `held` has the global numbers of the experts on each expert-parallel rank, in their order."""
+    """One layer's experts, as the model file at `path` says: `held` has the global numbers of the experts on each expert-parallel rank, in their order."""
 
+    path: str
     module: str
     prefix: str
     count: int
@@ -87,7 +88,9 @@ def _layer(path: str, entry: Any) -> Layer:
     else:
         held = _placed(path, str(prefix), placement, count, size)
     module = fields.get("module_path")
-    return Layer(module if isinstance(module, str) else "", str(prefix), count, held, as_int(fields.get("ep_rank")))
+    return Layer(
+        path, module if isinstance(module, str) else "", str(prefix), count, held, as_int(fields.get("ep_rank"))
+    )
 
 
 def _placed(path: str, prefix: str, placement: Any, count: int, size: int) -> tuple[tuple[int, ...], ...]:
@@ -150,7 +153,9 @@ class Fused:
         if len(views) < len(refs) or not views:
             return None
         if any(tensor.shape != views[0].shape or tensor.dtype != views[0].dtype for tensor in views):
-            raise InconsistentCheckpoint(f"{name!r}: the experts' files have it in different shapes or dtypes")
+            raise InconsistentCheckpoint(
+                f"{self._layers[name].path}: {name!r}: the experts' files have it in different shapes or dtypes"
+            )
         return joined(name, [Slab(t.data, 1, 0, 1) for t in views], (len(views), *views[0].shape), 0, "module")
 
     def owns(self, names: Iterable[str]) -> bool:
@@ -196,7 +201,7 @@ def fuse(layer: Layer, name: str, shards: Sequence[LazyTensor]) -> LazyTensor:
         for tensor, experts in zip(shards, layer.held, strict=False)
     ):
         raise InconsistentCheckpoint(
-            f"{name!r}: expected {[len(experts) for experts in layer.held]} experts by rank, found "
+            f"{layer.path}: {name!r}: expected {[len(experts) for experts in layer.held]} experts by rank, found "
             f"{', '.join(str(list(tensor.shape)) for tensor in shards):.200}"
         )
     slabs: list[Slab] = []

@@ -102,6 +102,11 @@ def masters(optimizer: Optimizer, model: ModelStates, scheme: Scheme, state: str
     if len(names) != len(sets) or any(len(groups) != len(sets) for groups in flats):
         raise InconsistentCheckpoint(f"{path}: expected {len(sets)} param groups on each rank, found another number")
     for index, (shapes, of_group) in enumerate(zip(names, sets, strict=True)):
+        experts = scheme.owns(shapes)
+        if len(of_group) > 1 and not experts:
+            raise InconsistentCheckpoint(
+                f"{path}: group {index} has {counts[index]} partitions on {len(ranks)} ranks and no experts ({next(iter(shapes), None)!r})"
+            )
         by_rank = [
             zero12.read_group(
                 tuple(ranks[r] for r in members), index, scheme.local(shapes, expert_rank),
@@ -109,11 +114,6 @@ def masters(optimizer: Optimizer, model: ModelStates, scheme: Scheme, state: str
             )
             for expert_rank, members in enumerate(of_group)
         ]  # fmt: skip
-        experts = scheme.owns(shapes)
-        if len(by_rank) > 1 and not experts:
-            raise InconsistentCheckpoint(
-                f"{path}: group {index} has {counts[index]} partitions on {len(ranks)} ranks and no experts ({next(iter(shapes), None)!r})"
-            )
         tensors = scheme.whole(by_rank) if experts else by_rank[0]
         check_once(model.path, trainable, tensors)
         trainable.update(tensors)
@@ -182,6 +182,7 @@ class Native:
 
     def __init__(self, model: ModelStates, files: ExpertFiles) -> None:
         local = [*(name for group in model.param_shapes or () for name in group), *model.frozen_shapes]
+        self._path = model.path
         self._of_a_rank: dict[str, int] = {}
         self._see([*local, *(model.buffers or ())])
         buffers, frozen = _kinds(model.buffers or ()), _kinds(model.frozen_shapes)
@@ -214,12 +215,12 @@ class Native:
             for name, tensor in tensors.items():
                 parts = expert_name(name)
                 if parts is None:
-                    raise InconsistentCheckpoint(f"{name!r} is in a param group of experts and is none's")
+                    raise InconsistentCheckpoint(f"{self._path}: {name!r} is in a param group of experts and is none's")
                 numbered = parts.numbered(rank * self._of_a_rank[parts.prefix] + parts.number)
                 stored = self.stored.get(numbered)
                 if stored is not None and stored.shape != tensor.shape:
                     raise InconsistentCheckpoint(
-                        f"{numbered!r} has shape {list(tensor.shape)} in `param_shapes` and {list(stored.shape)} in its expert's file"
+                        f"{self._path}: {numbered!r} has shape {list(tensor.shape)} in `param_shapes` and {list(stored.shape)} in its expert's file"
                     )
                 found[numbered] = replace(tensor, name=numbered)
         return found

@@ -28,7 +28,7 @@ def merge(ranks: Sequence[Contents], decide: Decide) -> Contents:
     """
     first = ranks[0]
     stored = [{check.rebuilt.name: check.stored for check in rank.checks} for rank in ranks]
-    merged = Merged({}, [], [], [])
+    merged = Merged(first.archives[0].path, {}, [], [], [])
     for name in _names(ranks):
         shards = [rank.entries.get(name) for rank in ranks]
         plan = decide(name, shards)
@@ -56,6 +56,7 @@ def merge(ranks: Sequence[Contents], decide: Decide) -> Contents:
 class Merged:
     """What has been put together so far; `copies` are the pairs of what should be the same on two ranks."""
 
+    path: str
     entries: dict[str, LazyTensor]
     checks: list[Check]
     copies: list[tuple[LazyTensor, LazyTensor]]
@@ -69,7 +70,7 @@ class Merged:
             shards = [kept if kept is not None else shard for kept, shard in zip(stored, shards, strict=True)]
             stored = [None] * len(shards)
             self.rounded.append(name)
-        tensor = self.entries[name] = _join(name, plan, shards)
+        tensor = self.entries[name] = self._joined(name, plan, shards)
         whole = len(plan.cuts) == 1 and not plan.averaged
         if whole:
             one = shards[plan.cuts[0].rank]
@@ -79,7 +80,25 @@ class Merged:
                 if one is not None and other is not None and other is not one and other.shape == one.shape
             ]
         if not plan.averaged and all(stored[cut.rank] is not None for cut in plan.cuts):
-            self.checks.append(Check(tensor, _join(name, plan, stored)))
+            self.checks.append(Check(tensor, self._joined(name, plan, stored)))
+
+    def _joined(self, name: str, plan: Plan, shards: Shards) -> LazyTensor:
+        slabs: list[Slab] = []
+        role = ""
+        for cut in plan.cuts:
+            shard = shards[cut.rank]
+            if shard is None or (slabs and shard.dtype != slabs[0].data.dtype):
+                found = "nothing" if shard is None else f"{shard.dtype}, on another rank {slabs[0].data.dtype}"
+                raise InconsistentCheckpoint(
+                    f"{self.path}: {name!r}: expected a shard on tensor-parallel rank {cut.rank}, found {found}"
+                )
+            slabs.append(
+                Slab(shard.data, shard.shape[plan.dim] // plan.blocks if shard.shape else 1, cut.start, cut.size)
+            )
+            role = role or shard.role
+        if plan.averaged:
+            return LazyTensor(name, plan.shape, Mean(tuple(slab.data for slab in slabs)), role)
+        return joined(name, slabs, plan.shape, plan.dim, role)
 
     def told(self) -> list[str]:
         """What a user should know of it."""
@@ -109,23 +128,6 @@ def _names(ranks: Sequence[Contents]) -> list[str]:
     names = {name: None for rank in ranks for name, tensor in rank.entries.items() if tensor.tied_to is None}
     aliases = {name for name, tensor in ranks[0].entries.items() if tensor.tied_to is not None}
     return [name for name in names if name not in aliases]
-
-
-def _join(name: str, plan: Plan, shards: Shards) -> LazyTensor:
-    slabs: list[Slab] = []
-    role = ""
-    for cut in plan.cuts:
-        shard = shards[cut.rank]
-        if shard is None or (slabs and shard.dtype != slabs[0].data.dtype):
-            found = "nothing" if shard is None else f"{shard.dtype}, on another rank {slabs[0].data.dtype}"
-            raise InconsistentCheckpoint(
-                f"{name!r}: expected a shard on tensor-parallel rank {cut.rank}, found {found}"
-            )
-        slabs.append(Slab(shard.data, shard.shape[plan.dim] // plan.blocks if shard.shape else 1, cut.start, cut.size))
-        role = role or shard.role
-    if plan.averaged:
-        return LazyTensor(name, plan.shape, Mean(tuple(slab.data for slab in slabs)), role)
-    return joined(name, slabs, plan.shape, plan.dim, role)
 
 
 def _alike(one: LazyTensor, other: LazyTensor) -> bool:
