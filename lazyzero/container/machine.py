@@ -33,16 +33,6 @@ PAIR: Final = 64  # an entry of a dict
 OBJECT: Final = 72  # an empty container, or a small object of ours
 INERT: Final = 144  # an Opaque and its list
 
-NUMBERS: Final = 65_536  # entries of a list of plain numbers that are kept
-DEEPEST_STACK: Final = 200_000
-
-# What CPython takes for each, in bytes, with what its allocator adds.
-NUMBER: Final = 32
-SLOT: Final = 12  # an entry of a list or a tuple
-PAIR: Final = 80  # an entry of a dict
-OBJECT: Final = 80  # an empty container, or a small object of ours
-INERT: Final = 160  # an Opaque and its list
-
 NUMBERS: Final = (int, float, bool, type(None))
 _LONGS = rb"|".join(rb"\x8a\x%02x.{%d}" % (size, size) for size in range(1, 10))
 # The items of one batch of a list, as Python's picklers write them: numbers up to the APPENDS.
