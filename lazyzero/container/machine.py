@@ -1,8 +1,7 @@
 """The lower half of the pickle machine: stack, memo, constants and strings, and the account of what a file may take.
 
 What a file may ask for is bounded by what it costs here, not by what it says: so many bytes of memory and so many steps
-for all pickles of a file. A step is the time of a simple opcode; every text key, as each parameter has one or two, allows
-for some more. Strings beyond 64 KiB are skipped unread and long runs of plain numbers are cut, so that a large client
+for all pickles of a file. A step is the time of a simple opcode; every tensor under a name allows for some more. Strings beyond 64 KiB are skipped unread and long runs of plain numbers are cut, so that a large client
 state costs time but no memory.
 """
 
@@ -20,8 +19,8 @@ from lazyzero.errors import BrokenArchive, LazyZeroError, UnsafeArchive
 
 ROOM: Final = 128 << 20  # bytes of objects, in the estimates of the constants below
 MOST_STEPS: Final = 2_000_000
-STEPS_PER_KEY: Final = 30  # a parameter's name, shape and tensor are some 40 opcodes under two or three keys
-MOST_KEYS: Final = 100_000  # that allow for more
+STEPS_PER_TENSOR: Final = 60  # some 90 are what a parameter takes: its tensor, its name, its shape
+MOST_TENSORS: Final = 90_000  # that allow for more
 LONGEST_STRING: Final = 64 << 10  # bytes; a longer one is skipped
 LONGEST_NAME: Final = 512  # bytes of a module's or a class's name
 LONGEST_NUMBERS: Final = 65_536  # entries of a list of plain numbers that are kept
@@ -29,10 +28,10 @@ DEEPEST_STACK: Final = 200_000
 
 # What CPython takes for each, in bytes, with what its allocator adds.
 NUMBER: Final = 32
-SLOT: Final = 12  # an entry of a list or a tuple
-PAIR: Final = 80  # an entry of a dict
-OBJECT: Final = 80  # an empty container, or a small object of ours
-INERT: Final = 160  # an Opaque and its list
+SLOT: Final = 9  # an entry of a list or a tuple
+PAIR: Final = 64  # an entry of a dict
+OBJECT: Final = 72  # an empty container, or a small object of ours
+INERT: Final = 144  # an Opaque and its list
 
 NUMBERS: Final = (int, float, bool, type(None))
 _LONGS = rb"|".join(rb"\x8a\x%02x.{%d}" % (size, size) for size in range(1, 10))
@@ -58,10 +57,11 @@ class Machine:
         self._tape = tape
         self._byte, self._take = tape.byte, tape.take
         self._stack: list[Any] = []
-        self._memo: dict[int, Any] = {}
+        self._memo: list[Any] = []  # picklers count from 0 on
+        self._sparse: dict[int, Any] = {}  # the memo of those who do not
         self._room = ROOM
         self._steps = MOST_STEPS
-        self._keys = MOST_KEYS
+        self._tensors = MOST_TENSORS
 
     # -- the account -----------------------------------------------------------------------------------------
 
@@ -83,7 +83,7 @@ class Machine:
     def walk(self, steps: int) -> None:
         """Takes time from what is left, and looks at the depth of the stack. Raises UnsafeArchive."""
         self._steps -= steps
-        if self._steps + STEPS_PER_KEY * (MOST_KEYS - max(self._keys, 0)) < 0:
+        if self._steps + STEPS_PER_TENSOR * (MOST_TENSORS - max(self._tensors, 0)) < 0:
             raise self.unsafe("takes more steps than any checkpoint does")
         if len(self._stack) > DEEPEST_STACK:
             raise self.unsafe("nests deeper than any checkpoint does")
@@ -179,6 +179,7 @@ class Machine:
         self._integer(int.from_bytes(self._take(size), "little", signed=True))
 
     def _integer(self, value: int) -> None:
+        self._steps -= 1
         self.push(value, getsizeof(value))
 
     def _float(self) -> None:
@@ -193,6 +194,7 @@ class Machine:
         if size > LONGEST_STRING:
             self._skip(size)
         else:
+            self._steps -= 3
             text = self._take(size).decode("utf-8", "surrogatepass")
             self.push(text, getsizeof(text))
 
@@ -244,20 +246,24 @@ class Machine:
 
     def _put(self, index: int) -> None:
         memo = self._memo
-        if index not in memo:
-            self.charge(PAIR)
-        memo[index] = self._stack[-1]
-
-    def _memoize(self) -> None:
-        self.charge(PAIR)
-        self._memo[len(self._memo)] = self._stack[-1]
-
-    def _get(self, index: int) -> None:
-        self._stack.append(self._memo[index])
-
-    def _binget(self) -> None:
-        self._stack.append(self._memo[self._byte()])
+        if index == len(memo):
+            self._room -= SLOT
+            memo.append(self._stack[-1])
+        elif 0 <= index < len(memo):
+            memo[index] = self._stack[-1]
+        else:
+            self.charge(2 * PAIR)
+            self._sparse[index] = self._stack[-1]
 
     def _binput(self) -> None:
-        self._room -= PAIR  # once too often for an index that is used again, which picklers do not do
-        self._memo[self._byte()] = self._stack[-1]
+        self._put(self._byte())
+
+    def _memoize(self) -> None:
+        self._put(len(self._memo) + len(self._sparse))
+
+    def _get(self, index: int) -> None:
+        memo = self._memo
+        self._stack.append(memo[index] if 0 <= index < len(memo) else self._sparse[index])
+
+    def _binget(self) -> None:
+        self._get(self._byte())

@@ -39,6 +39,7 @@ class Unpickler(Machine):
         byte, table = self._tape.byte, _TABLE
         self._stack.clear()
         self._memo.clear()
+        self._sparse.clear()
         steps = range(_BLOCK)
         try:
             while True:
@@ -125,11 +126,11 @@ class Unpickler(Machine):
             target.items.extend(pairs)
         elif isinstance(target, dict):
             for key, value in pairs:
-                if type(key) is str:
-                    self._keys -= 1
-                else:
+                if type(key) is not str:
                     key = as_key(key)
                     self.charge(INERT)
+                elif type(value) is TensorRef:
+                    self._tensors -= 1
                 target[key] = value
         else:
             raise self.broken("an item set on something that is no dict")
@@ -158,12 +159,15 @@ class Unpickler(Machine):
         if isinstance(target, Builder):
             value = self._built(target, args)
             cost = _cost(value)
-            self._steps -= cost >> 5
+            self._steps -= cost >> 3
             self.push(value, cost)
         else:
             self.push(Opaque(_name_of(target), args), INERT)
 
     def _built(self, target: Builder, args: tuple[Any, ...]) -> Any:
+        length = _length(args)
+        if length > 64:
+            self.walk(length >> 1)
         try:
             return target.build(args)
         except BrokenArchive as error:  # the builder does not know the file
@@ -202,6 +206,17 @@ class Unpickler(Machine):
 
     def _next_buffer(self) -> None:
         raise self.unsafe("refers to out-of-band buffers")
+
+
+def _length(args: tuple[Any, ...]) -> int:
+    """How many items a builder may have to look at; the same long list can be given to it again and again."""
+    total = len(args)
+    for arg in args[:4]:
+        if isinstance(arg, (list, tuple)):
+            total += len(arg)
+            if isinstance(arg, tuple):  # the arguments of the call inside a call
+                total += sum(len(inner) for inner in arg[:4] if isinstance(inner, (list, tuple)))
+    return total
 
 
 def _cost(value: Any) -> int:

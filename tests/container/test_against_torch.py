@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from lazyzero.container.archive import open_archive
+from lazyzero.container.machine import MOST_STEPS, MOST_TENSORS, ROOM, STEPS_PER_TENSOR
 from lazyzero.container.objects import Opaque, TensorRef
+from lazyzero.container.unpickle import Unpickler
 from lazyzero.errors import BrokenArchive, UnsafeArchive
 from lazyzero.tensor import LazyTensor, View
 
@@ -247,3 +249,29 @@ def test_subclasses_and_old_rebuild_functions(tmp_path: Path) -> None:
     parameter.tag = "kept with it"  # type: ignore[attr-defined]
     root = open_archive(save({"p": parameter}, tmp_path / "a.pt")).root
     assert_same(root["p"], parameter.detach())
+
+
+def test_models_of_many_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limits on steps and memory leave room for 80,000 tensors, each with its name, shape and place."""
+    machines: list[Unpickler] = []
+
+    class Kept(Unpickler):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            machines.append(self)
+
+    monkeypatch.setattr("lazyzero.container.archive.Unpickler", Kept)
+    for count in (1000, 2000):
+        flat = torch.zeros(count, dtype=torch.bfloat16)
+        names = [f"model.layers.{index // 500}.mlp.experts.{index % 500}.down_proj.weight" for index in range(count)]
+        saved = {
+            "module": collections.OrderedDict((name, flat[at : at + 1]) for at, name in enumerate(names)),
+            "param_shapes": [collections.OrderedDict((name, torch.Size([1])) for name in names)],
+            "buffer_names": [],
+        }
+        root = open_archive(save(saved, tmp_path / "a.pt")).root
+        assert list(root["module"]) == list(root["param_shapes"][0]) == names
+    less, more = machines
+    steps, room = less._steps - more._steps, less._room - more._room  # for a thousand tensors
+    assert 80 * steps < MOST_STEPS + STEPS_PER_TENSOR * min(MOST_TENSORS, 80_000)
+    assert 80 * room < ROOM
