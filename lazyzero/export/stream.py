@@ -21,6 +21,8 @@ from lazyzero.export.sink import Sink
 from lazyzero.gather import wants
 from lazyzero.tensor import LazyTensor
 
+_MOST_ANNOUNCED = 64  # tensors of a window; many small ones are neighbours, which the kernel reads ahead by itself
+
 Observe = Callable[[LazyTensor, np.ndarray], None]
 
 
@@ -191,7 +193,7 @@ class _Queue:
             taken = self._ahead or next(self._items, None)
             self._ahead = next(self._items, None)
             ahead = self._ahead
-        if ahead is not None and self._announce:
+        if ahead is not None and self._announce and len(ahead) <= _MOST_ANNOUNCED:
             self._announce = announce(place for part in ahead for place in ranges(part))
         return taken
 
