@@ -100,12 +100,13 @@ def _entry(storage: Storage) -> int:
 
 
 class Checksums:
-    """A Sink that passes everything on and, when a place is full, corrects the checksum the archive has for it."""
+    """A Draft that passes everything on and, when a place is full, corrects the checksum the archive has for it."""
 
     sequential = False
 
     def __init__(self, sink: FileSink, skeleton: Skeleton) -> None:
         self.path = sink.path
+        self.size = sink.size
         self._sink = sink
         self._skeleton = skeleton
         self._starts = [place.offset for place in skeleton.places]
@@ -139,13 +140,17 @@ class Checksums:
         self._sink.write_in_place(entry + 16, raw)
 
     def read(self, offset: int, count: int) -> bytes:
-        """Up to `count` bytes of what stands at `offset`."""
+        """As in Draft."""
         return self._sink.read(offset, count)
 
-    def finish(self) -> None:
-        """Publishes the file."""
-        self._sink.finish()
+    def seal(self) -> None:
+        """As in Draft."""
+        self._sink.seal()
+
+    def publish(self) -> None:
+        """As in Draft."""
+        self._sink.publish()
 
     def abandon(self) -> None:
-        """Removes the unfinished file."""
+        """As in Draft."""
         self._sink.abandon()
