@@ -15,7 +15,7 @@ import zlib
 from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from lazyzero.container.archive import open_archive
 from lazyzero.container.objects import Storage, TensorRef
@@ -23,7 +23,7 @@ from lazyzero.errors import MissingDependency, WriteError
 from lazyzero.export.crc import combine
 from lazyzero.export.plan import Shard
 from lazyzero.export.safetensors import Place
-from lazyzero.export.sink import FileSink
+from lazyzero.export.sink import FileSink, write_errors
 from lazyzero.tensor import Placeholder
 
 _ALIGN = 4096
@@ -57,11 +57,32 @@ def write_skeleton(path: Path, shard: Shard) -> None:
         else:
             tensors[name] = tensors[str(placeholder.tied_to)]
     skip = getattr(torch.serialization, "skip_data", contextlib.nullcontext)
-    try:
-        with skip(), path.open("xb") as file:
-            torch.save(tensors, file)
-    except OSError as error:
-        raise WriteError(f"{path}: could not be written: {error.strerror}") from None
+    with write_errors(path, "written"), path.open("xb") as file:
+        told = _Remembering(file)
+        try:
+            with skip():
+                torch.save(tensors, told)
+        except RuntimeError as error:
+            raise told.error or WriteError(f"{path}: torch could not write it: {error!s:.200}") from None
+
+
+class _Remembering:
+    """A file that keeps the error of a write: torch goes on after it, and raises one of its own that says nothing."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.error: BaseException | None = None
+
+    def write(self, data: Any) -> int:
+        """As the file does."""
+        try:
+            return self._file.write(data)
+        except BaseException as error:
+            self.error = self.error or error
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 def _hollow(torch: Any, memory: mmap.mmap, offset: int, placeholder: Placeholder) -> Any:
