@@ -18,7 +18,7 @@ from lazyzero.export.options import Options
 from lazyzero.export.plan import Plan, Shard, make_plan
 from lazyzero.export.progress import Progress, Silent
 from lazyzero.export.report import Finished
-from lazyzero.export.shard import Sealed, Work, file_size, index_text, seal_shard, seal_small
+from lazyzero.export.shard import Sealed, Work, file_size, index_text, write_shard, write_text
 from lazyzero.export.sink import PipeSink
 from lazyzero.export.stream import Observe
 from lazyzero.selfcheck import check
@@ -121,12 +121,12 @@ def _write_all(work: Work, output: Path, record: Journal, *, taken_away: bool) -
 
 def _seal(work: Work, shard: Shard | None, path: Path, record: Journal) -> Sealed:
     if shard is not None:
-        return seal_shard(work, shard, path)
+        return write_shard(work, shard, path)
     if path.name == checksum.NAME:
-        return seal_small(
+        return write_text(
             path, checksum.sums_text({one.filename: record.done[one.filename].sha256 for one in work.plan.shards})
         )
-    return seal_small(path, index_text(work.plan))
+    return write_text(path, index_text(work.plan))
 
 
 def to_pipe(

@@ -51,7 +51,7 @@ class Sealed:
     sha256: str = ""
 
 
-def seal_shard(work: Work, shard: Shard, path: Path) -> Sealed:
+def write_shard(work: Work, shard: Shard, path: Path) -> Sealed:
     """Writes one weight file. Nothing is left of it when that fails."""
     if work.options.format == "bin":
         frame, places, draft = _bin_draft(shard, path)
@@ -82,7 +82,7 @@ def _bin_draft(shard: Shard, path: Path) -> tuple[bytes, tuple[safetensors.Place
         raise
 
 
-def seal_small(path: Path, data: bytes) -> Sealed:
+def write_text(path: Path, data: bytes) -> Sealed:
     """Writes an index or the like."""
     draft = FileSink(path, len(data))
     try:
