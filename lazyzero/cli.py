@@ -161,6 +161,7 @@ def run_verify(args: argparse.Namespace) -> int:
     return 0 if result.ok else 1
 
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _RUN = {"inspect": run_inspect, "convert": run_convert, "verify": run_verify}
 
 
@@ -169,13 +170,17 @@ def _on_terminate(number: int, frame: object) -> NoReturn:
 
 
 def _hint(args: argparse.Namespace) -> str:
-    resumable = args.command == "convert" and args.output != "-" and not args.dry_run
-    return RESUMABLE if resumable else ""
+    if args.command != "convert" or args.dry_run:
+        return ""
+    if args.output == "-":
+        return "; what was written to standard output is not a whole file"
+    return RESUMABLE + (" (without --overwrite)" if args.overwrite else "")
 
 
 def guarded(run: Callable[[], int], *, hint: str = "") -> int:
     """The exit code of `run`; whatever it raises becomes a line on standard error, `hint` after an interruption."""
-    before = signal.signal(signal.SIGTERM, _on_terminate)
+    before = {number: signal.getsignal(number) or signal.SIG_DFL for number in _SIGNALS}
+    signal.signal(signal.SIGTERM, _on_terminate)
     try:
         code = run()
         sys.stdout.flush()
@@ -187,11 +192,9 @@ def guarded(run: Callable[[], int], *, hint: str = "") -> int:
         print(f"lazyzero: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"\nlazyzero: interrupted{hint}", file=sys.stderr)
-        return 130
+        return _stopped("interrupted" + hint, 130)
     except Terminated:
-        print(f"\nlazyzero: terminated{hint}", file=sys.stderr)
-        return 143
+        return _stopped("terminated" + hint, 143)
     except BrokenPipeError:
         # Whoever read our output went away; standard output must not be flushed again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -200,7 +203,15 @@ def guarded(run: Callable[[], int], *, hint: str = "") -> int:
         print(f"lazyzero: error: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stopped(how: str, code: int) -> int:
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # another one has nothing left to stop
+    print(f"\nlazyzero: {how}", file=sys.stderr)
+    return code
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Unpack
 
@@ -85,13 +86,15 @@ def export(
     began = time.monotonic()
     watch = FiniteWatch() if check_finite else None
     done = []
-    for finished in shards(
-        checkpoint, Path(output), options, progress=progress, observe=watch, taken_away=on_shard is not None
-    ):
-        # A resumed file that is still there was not carried away: the hook failed, or never came to run.
-        if on_shard is not None and finished.path.exists():
-            on_shard(finished)
-        done.append(finished)
+    taken = on_shard is not None
+    # Closed in any case: an error that is kept would keep the generator, and with it the lock on the directory.
+    with closing(
+        shards(checkpoint, Path(output), options, progress=progress, observe=watch, taken_away=taken)
+    ) as files:
+        for finished in files:
+            if on_shard is not None and not finished.handed:
+                on_shard(finished)
+            done.append(finished)
     if verify:
         _verify(checkpoint, output, options)
     return Report(
@@ -134,7 +137,8 @@ def stream(
     """Yields each file of a conversion once it is whole and durable, the index last; move or delete it as you go.
 
     A model of any size leaves through one shard's worth of disk. The next shard is begun when the next file is asked
-    for. Given again after an interruption it goes on where it stopped, and yields what is done as `resumed`.
+    for: until then the file counts as not dealt with, and is yielded (written, if it is gone) again after an
+    interruption. What is done comes as `resumed`, and what an earlier consumer dealt with as `handed` too.
     """
     options = make_options(
         dtype=dtype,

@@ -4,29 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
+
+from lazyzero.export.sink import Draft
 
 NAME: Final = "SHA256SUMS"
 _BLOCK = 1 << 20
-
-
-class SeekableSink(Protocol):
-    """A Sink whose bytes can be read back, and which ends up as a file."""
-
-    path: Path
-    sequential: bool
-
-    def write(self, offset: int, data: memoryview) -> None:
-        """As in Sink."""
-
-    def read(self, offset: int, count: int) -> bytes:
-        """Up to `count` bytes of what stands at `offset`."""
-
-    def finish(self) -> None:
-        """As in Sink."""
-
-    def abandon(self) -> None:
-        """As in Sink."""
 
 
 class HashingSink:
@@ -37,35 +20,46 @@ class HashingSink:
 
     sequential = True
 
-    def __init__(self, sink: SeekableSink) -> None:
-        self._sink = sink
+    def __init__(self, draft: Draft) -> None:
+        self.path = draft.path
+        self.size = draft.size
+        self._draft = draft
         self._hash = hashlib.sha256()
         self._next = 0
         self.digest = ""
 
     def write(self, offset: int, data: memoryview) -> None:
         """Hashes and writes `data`."""
-        while self._next < offset:
-            self._update(self._sink.read(self._next, min(_BLOCK, offset - self._next)))
+        self._catch_up(offset)
         self._update(data)
-        self._sink.write(offset, data)
+        self._draft.write(offset, data)
+
+    def read(self, offset: int, count: int) -> bytes:
+        """As in Draft."""
+        return self._draft.read(offset, count)
+
+    def seal(self) -> None:
+        """Seals the file; `digest` is then its hash in hexadecimal."""
+        self._catch_up(self.size)
+        self.digest = self._hash.hexdigest()
+        self._draft.seal()
+
+    def publish(self) -> None:
+        """As in Draft."""
+        self._draft.publish()
+
+    def abandon(self) -> None:
+        """As in Draft."""
+        self._draft.abandon()
+
+    def _catch_up(self, offset: int) -> None:
+        """Hashes what stands in the file between the last write and `offset`."""
+        while self._next < offset:
+            self._update(self._draft.read(self._next, min(_BLOCK, offset - self._next)))
 
     def _update(self, data: Any) -> None:
         self._hash.update(data)
         self._next += len(data)
-
-    def finish(self) -> None:
-        """Publishes the file; `digest` is then its hash in hexadecimal."""
-        self._sink.finish()
-        with self._sink.path.open("rb") as file:
-            file.seek(self._next)
-            while block := file.read(_BLOCK):
-                self._update(block)
-        self.digest = self._hash.hexdigest()
-
-    def abandon(self) -> None:
-        """Removes the unfinished file."""
-        self._sink.abandon()
 
 
 def file_digest(path: Path) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,10 +28,11 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A finished file: its size in bytes, and its SHA-256 where that was asked for."""
+    """A finished file: its size in bytes, its SHA-256 where that was asked for, and whether a consumer has had it."""
 
     nbytes: int
     sha256: str = ""
+    handed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,6 @@ class Journal:
 
     identity: dict[str, Any]
     done: dict[str, Done] = field(default_factory=dict)
-    finished: bool = False
 
     def with_done(self, filename: str, done: Done) -> Journal:
         """The journal with one more finished file."""
@@ -47,8 +48,8 @@ class Journal:
 
     def save(self, directory: Path) -> None:
         """Writes it whole and durable. Raises WriteError."""
-        done = {name: [one.nbytes, one.sha256] for name, one in self.done.items()}
-        record = {"version": _VERSION, "identity": self.identity, "done": done, "finished": self.finished}
+        done = {name: [one.nbytes, one.sha256, one.handed] for name, one in self.done.items()}
+        record = {"version": _VERSION, "identity": self.identity, "done": done}
         write_small(directory / NAME, json.dumps(record, indent=1).encode())
 
 
@@ -88,35 +89,49 @@ def load(directory: Path) -> Journal | None:
     """The journal in `directory`, None where there is none. Raises OutputRefused for one that cannot be read."""
     path = directory / NAME
     try:
-        with path.open("rb") as file:
-            record = json.loads(file.read(_LARGEST))
-        if record["version"] != _VERSION:
-            raise ValueError(f"version {record['version']}")
-        done = {str(name): Done(int(nbytes), str(sha256)) for name, (nbytes, sha256) in record["done"].items()}
-        return Journal(dict(record["identity"]), done, bool(record["finished"]))
+        # O_NONBLOCK: a FIFO of that name must not hang us.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
+                raise ValueError(f"expected a file of at most {_LARGEST} bytes")
+            return _parse(json.loads(file.read(_LARGEST)))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise OutputRefused(
-            f"{path}: is not a journal of this version ({error}); start anew with --overwrite"
+            f"{path}: is not a journal of this version ({type(error).__name__}: {error}); "
+            "choose another place, or start anew with --overwrite"
         ) from None
+
+
+def _parse(record: Any) -> Journal:
+    if record["version"] != _VERSION:
+        raise ValueError(f"version {record['version']!r:.40}, expected {_VERSION}")
+    identity = {"settings": dict(record["identity"]["settings"]), "plan": str(record["identity"]["plan"])}
+    sources = dict(record["identity"]["sources"])
+    identity["sources"] = {name: [size, mtime, digest] for name, (size, mtime, digest) in sources.items()}
+    done = {
+        name: Done(int(nbytes), str(sha256), bool(handed))
+        for name, (nbytes, sha256, handed) in dict(record["done"]).items()
+    }
+    return Journal(identity, done)
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What differs between two identities, in words."""
     found = []
-    before, after = then.get("settings", {}), now["settings"]
+    before, after = then["settings"], now["settings"]
     for key in sorted({*before, *after}):
         if before.get(key) != after.get(key):
             found.append(f"{key} was {before.get(key)}, now {after.get(key)}")
-    old, new = then.get("sources", {}), now["sources"]
+    old, new = then["sources"], now["sources"]
     for name in sorted({*old, *new}):
         if name not in old or name not in new:
             found.append(f"source {name} is {'new' if name in new else 'gone'}")
         elif old[name] != new[name]:
             found.append(f"source {name} {_how(old[name], new[name])}")
-    if not found and then.get("plan") != now["plan"]:
-        found.append("the plan of shards, made by another version")
+    if not found and then["plan"] != now["plan"]:
+        found.append("other tensors, or the same in other shards")
     return found
 
 

@@ -8,7 +8,8 @@ import os
 from functools import cache
 from typing import Any
 
-_UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV, errno.ESPIPE})
+# What file systems answer that cannot do what is asked for, beside real errors.
+UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV, errno.ESPIPE})
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE
 _WAIT = 1 | 2 | 4  # SYNC_FILE_RANGE_WAIT_BEFORE | WRITE | WAIT_AFTER
 
@@ -55,7 +56,7 @@ def _call(function: Any, *args: int) -> bool:
         code = ctypes.get_errno()
         if code == errno.EINTR:
             continue
-        if code in _UNSUPPORTED:
+        if code in UNSUPPORTED:
             return False
         raise OSError(code, os.strerror(code))
     return True

@@ -9,13 +9,17 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A file under its final name, on disk. `index` counts from 1 to `count`; `nbytes` is the file's size."""
+    """A file under its final name, on disk. `index` counts from 1 to `count`; `nbytes` is the file's size.
+
+    `resumed` says that an earlier run wrote it, `handed` that the consumer of that run has had it already.
+    """
 
     path: Path
     index: int
     count: int
     nbytes: int
     resumed: bool = False
+    handed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ result does not depend on how many workers share them.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from lazyzero.dtypes import DType
 from lazyzero.export.sink import Sink
 from lazyzero.gather import wants
 from lazyzero.tensor import LazyTensor
+from lazyzero.threads import Queue, share
 
 _MOST_ANNOUNCED = 64  # tensors of a window; many small ones are neighbours, which the kernel reads ahead by itself
 
@@ -161,46 +161,30 @@ def pump(
     """Streams `segments` into `sink`; `wrote` is told the bytes of each window, from whichever worker wrote it.
 
     `window` is in bytes; each of `workers` threads holds at most two of them. The first error of any worker is raised
-    once all have ended.
+    once all have ended, what a signal raises without waiting long for them.
     """
-    queue = _Queue(windows(segments, window))
+    queue = Queue(_with_next(windows(segments, window)))
 
     def work() -> None:
         buffers = Buffers(window, io)
-        while (parts := queue.next()) is not None:
+        announcing = True
+        for parts, ahead in queue:
+            if announcing and 0 < len(ahead) <= _MOST_ANNOUNCED:
+                announcing = announce(place for part in ahead for place in ranges(part))
             data = buffers.fill(parts, release=release, observe=observe)
             sink.write(parts[0].segment.offset + parts[0].start * parts[0].segment.dtype.itemsize, data)
             wrote(len(data))
 
-    if workers <= 1 or sink.sequential:
-        work()
-    else:
-        _in_threads(work, workers, queue)
+    share(work, 1 if sink.sequential else workers, queue.stop)
 
 
-class _Queue:
-    """Hands out windows in file order to several workers, and has the kernel fetch the one after ahead of its use."""
-
-    def __init__(self, items: Iterator[list[Part]]) -> None:
-        self._items = items
-        self._ahead: list[Part] | None = None
-        self._announce = True
-        self._lock = threading.Lock()
-
-    def next(self) -> list[Part] | None:
-        """The next window, None at the end or after a stop."""
-        with self._lock:
-            taken = self._ahead or next(self._items, None)
-            self._ahead = next(self._items, None)
-            ahead = self._ahead
-        if ahead is not None and self._announce and len(ahead) <= _MOST_ANNOUNCED:
-            self._announce = announce(place for part in ahead for place in ranges(part))
-        return taken
-
-    def end(self) -> None:
-        """Lets every worker finish its window and no other."""
-        with self._lock:
-            self._items, self._ahead = iter(()), None
+def _with_next(items: Iterator[list[Part]]) -> Iterator[tuple[list[Part], list[Part]]]:
+    """Each window with the one after it, which the kernel can fetch meanwhile."""
+    taken = next(items, None)
+    while taken is not None:
+        ahead = next(items, None)
+        yield taken, ahead or []
+        taken = ahead
 
 
 def ranges(part: Part) -> Iterator[tuple[Storage, int, int]]:
@@ -209,28 +193,3 @@ def ranges(part: Part) -> Iterator[tuple[Storage, int, int]]:
     for piece in part.segment.tensor.pieces(part.start, part.stop):
         if piece.shape is None:
             yield piece.storage, piece.start, piece.count * size
-
-
-def _in_threads(work: Callable[[], None], count: int, queue: _Queue) -> None:
-    errors: list[BaseException] = []
-
-    def guarded() -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-            queue.end()
-
-    threads = [threading.Thread(target=guarded, name=f"lazyzero-{index}") for index in range(count)]
-    for thread in threads:
-        thread.start()
-    try:
-        for thread in threads:
-            thread.join()
-    except BaseException:
-        queue.end()
-        for thread in threads:
-            thread.join()
-        raise
-    if errors:
-        raise errors[0]

@@ -15,7 +15,7 @@ import zlib
 from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from lazyzero.container.archive import open_archive
 from lazyzero.container.objects import Storage, TensorRef
@@ -23,7 +23,7 @@ from lazyzero.errors import MissingDependency, WriteError
 from lazyzero.export.crc import combine
 from lazyzero.export.plan import Shard
 from lazyzero.export.safetensors import Place
-from lazyzero.export.sink import FileSink
+from lazyzero.export.sink import FileSink, write_errors
 from lazyzero.tensor import Placeholder
 
 _ALIGN = 4096
@@ -57,11 +57,32 @@ def write_skeleton(path: Path, shard: Shard) -> None:
         else:
             tensors[name] = tensors[str(placeholder.tied_to)]
     skip = getattr(torch.serialization, "skip_data", contextlib.nullcontext)
-    try:
-        with skip(), path.open("xb") as file:
-            torch.save(tensors, file)
-    except OSError as error:
-        raise WriteError(f"{path}: could not be written: {error.strerror}") from None
+    with write_errors(path, "written"), path.open("xb") as file:
+        told = _Remembering(file)
+        try:
+            with skip():
+                torch.save(tensors, told)
+        except RuntimeError as error:
+            raise told.error or WriteError(f"{path}: torch could not write it: {error!s:.200}") from None
+
+
+class _Remembering:
+    """A file that keeps the error of a write: torch goes on after it, and raises one of its own that says nothing."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.error: BaseException | None = None
+
+    def write(self, data: Any) -> int:
+        """As the file does."""
+        try:
+            return self._file.write(data)
+        except BaseException as error:
+            self.error = self.error or error
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 def _hollow(torch: Any, memory: mmap.mmap, offset: int, placeholder: Placeholder) -> Any:
@@ -100,12 +121,13 @@ def _entry(storage: Storage) -> int:
 
 
 class Checksums:
-    """A Sink that passes everything on and, when a place is full, corrects the checksum the archive has for it."""
+    """A Draft that passes everything on and, when a place is full, corrects the checksum the archive has for it."""
 
     sequential = False
 
     def __init__(self, sink: FileSink, skeleton: Skeleton) -> None:
         self.path = sink.path
+        self.size = sink.size
         self._sink = sink
         self._skeleton = skeleton
         self._starts = [place.offset for place in skeleton.places]
@@ -139,13 +161,17 @@ class Checksums:
         self._sink.write_in_place(entry + 16, raw)
 
     def read(self, offset: int, count: int) -> bytes:
-        """Up to `count` bytes of what stands at `offset`."""
+        """As in Draft."""
         return self._sink.read(offset, count)
 
-    def finish(self) -> None:
-        """Publishes the file."""
-        self._sink.finish()
+    def seal(self) -> None:
+        """As in Draft."""
+        self._sink.seal()
+
+    def publish(self) -> None:
+        """As in Draft."""
+        self._sink.publish()
 
     def abandon(self) -> None:
-        """Removes the unfinished file."""
+        """As in Draft."""
         self._sink.abandon()

@@ -1,0 +1,62 @@
+"""Killed at any moment, a conversion leaves only whole files behind, and the same command brings it to its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.reliability import kills
+
+ROOT = Path(__file__).parents[2]
+CASE = ROOT / "tests" / "data" / "b_z3_tied_triple" / "checkpoint"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """A directory in memory where there is one: a thousand small files are synced to no disk there."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK):
+        yield tmp_path
+        return
+    directory = memory / f"lazyzero-{os.getpid()}-{tmp_path.name}"
+    directory.mkdir()
+    yield directory
+    subprocess.run(["rm", "-rf", str(directory)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("mode", "step", "options"),
+    [
+        ("plain", 5, {"checksum": "sha256", "workers": 1}),
+        ("plain", 9, {"workers": 2}),
+        ("plain", 25, {"format": "bin", "workers": 2}),
+        ("taken", 11, {"workers": 1}),
+        ("overwrite", 7, {"workers": 1}),
+    ],
+)
+def test_at_every_call(place: Path, mode: str, step: int, options: dict[str, Any]) -> None:
+    """Killed before or after a call to the system, whichever it is: every final name has a whole file, the index comes
+    last, temporary files are recognisable and gone after the next run, whose result is that of an undisturbed one."""
+    command = [sys.executable, "-m", "tests.reliability.crash", str(CASE), str(place), mode, str(step)]
+    run = subprocess.run(
+        [*command, json.dumps({"max_shard_size": "8KB", **options})],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert int(run.stdout) > 5
+
+
+def test_at_random_moments(tmp_path: Path) -> None:
+    """The same for the command line and 15 kills at random, over formats, shards, workers, checksums, --on-shard."""
+    checkpoint = kills.make_checkpoint(tmp_path / "checkpoint")
+    assert kills.run(checkpoint, tmp_path, (4, 4, 3, 1, 3), seed=4) >= 15
