@@ -1,4 +1,4 @@
-"""Small ZeRO checkpoints, honest until told otherwise. Needs no torch."""
+"""Small ZeRO checkpoints, honest until told otherwise: their files' contents by name, or written. Needs no torch."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ def changed(honest: dict[str, Any], changes: Changes | None) -> dict[str, Any]:
     return {key: value for key, value in merged.items() if value is not WITHOUT}
 
 
-def zero2(
-    root: Path,
+def zero2_files(
     *,
     world: int = 2,
     model: Changes | None = None,
     optim: Changes | None = None,
     rank1: Changes | None = None,
     top1: Changes | None = None,
-) -> Path:
+) -> dict[str, Any]:
     """A ZeRO-2 checkpoint of one 2x3 weight, a bias of 2 and a buffer; `rank1` changes the state of rank 1 alone."""
     states = {
         "module": {
@@ -64,18 +63,17 @@ def zero2(
         state = changed(changed(state, optim), rank1 if rank == 1 else None)
         top = {"optimizer_state_dict": state, "ds_version": VERSION, "ds_config": {}}
         files[f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"] = changed(top, top1 if rank == 1 else None)
-    return _written(root, files)
+    return files
 
 
-def zero3(
-    root: Path,
+def zero3_files(
     *,
     world: int = 2,
     model: Changes | None = None,
     optim: Changes | None = None,
     rank1: Changes | None = None,
     model1: Changes | None = None,
-) -> Path:
+) -> dict[str, Any]:
     """A ZeRO-3 checkpoint of a 3x3 weight, a bias of 3 and a frozen vector of 5."""
     files = {}
     for rank in range(world):
@@ -107,10 +105,10 @@ def zero3(
             "optimizer_state_dict": state,
             "ds_version": VERSION,
         }
-    return _written(root, files)
+    return files
 
 
-def stage0(root: Path, *, model: Changes | None = None) -> Path:
+def stage0_files(*, model: Changes | None = None) -> dict[str, Any]:
     """A checkpoint without ZeRO: the weights are `module`, and fp32 masters without names lie beside them."""
     states = {
         "module": {"w": Tensor("0", (2, 3), kind="HalfStorage"), "b": Tensor("1", (2,), kind="HalfStorage")},
@@ -119,13 +117,32 @@ def stage0(root: Path, *, model: Changes | None = None) -> Path:
         "optimizer": {"fp32_groups_flat": [Tensor("2", (8,))]},
         "ds_version": VERSION,
     }
-    return _written(root, {"mp_rank_00_model_states.pt": changed(states, model)})
+    return {"mp_rank_00_model_states.pt": changed(states, model)}
 
 
-LAYOUTS: dict[str, Callable[..., Path]] = {"zero2": zero2, "zero3": zero3, "stage0": stage0}
+LAYOUTS: dict[str, Callable[..., dict[str, Any]]] = {
+    "zero2": zero2_files,
+    "zero3": zero3_files,
+    "stage0": stage0_files,
+}
 
 
-def _written(root: Path, files: Mapping[str, Any]) -> Path:
+def zero2(root: Path, **changes: Any) -> Path:
+    """A ZeRO-2 checkpoint in `root`."""
+    return _written(root, zero2_files(**changes))
+
+
+def zero3(root: Path, **changes: Any) -> Path:
+    """A ZeRO-3 checkpoint in `root`."""
+    return _written(root, zero3_files(**changes))
+
+
+def stage0(root: Path, **changes: Any) -> Path:
+    """A checkpoint without ZeRO in `root`."""
+    return _written(root, stage0_files(**changes))
+
+
+def _written(root: Path, files: dict[str, Any]) -> Path:
     for name, value in files.items():
         write(root / TAG / name, archive(value))
     write(root / "latest", TAG.encode())

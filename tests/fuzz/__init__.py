@@ -1,0 +1,1 @@
+"""A fuzzer for everything that reads: `python -m tests.fuzz --seconds 60`."""
