@@ -124,9 +124,11 @@ def test_a_flipped_bit_in_a_bin_file_is_found_or_changes_no_tensor(made: Path, d
     except LazyZeroError as error:
         assert path.name in str(error)
         return
+    if not result.ok:
+        return  # found
     right, got = (torch.load(folder / path.name, weights_only=True, mmap=True) for folder in (made / "bin", spoiled))
-    same = right.keys() == got.keys() and all(oracle.same_bits(right[name], got[name]) for name in right)
-    assert result.ok == same
+    assert right.keys() == got.keys()
+    assert all(oracle.same_bits(right[name], got[name]) for name in right)
 
 
 @pytest.mark.parametrize("name", ["one", "bin"])
