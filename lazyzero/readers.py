@@ -17,7 +17,7 @@ import numpy as np
 from lazyzero.dtypes import DTYPES, FLOAT32, DType
 from lazyzero.errors import BrokenArchive, MissingDependency
 
-BLOCK = 8 << 20  # bytes
+BLOCK = 4 << 20  # bytes
 
 _BY_TAG = {dtype.tag: dtype for dtype in DTYPES.values() if dtype.tag}
 

@@ -90,7 +90,7 @@ def _files(output: Output) -> Iterator[str]:
     names, count = {path.name for path in output.files}, len(output.files)
     expected = {shard_name(output.format, number, count) for number in range(1, count + 1)}
     if output.whole and names != expected:
-        yield f"{', '.join(sorted(names - expected)[:4])}: not the name of a file of a set of {count}"
+        yield f"the names of the files are not those of a set of {count}: {', '.join(sorted(names)[:4])}"
 
 
 def _twice(output: Output) -> Iterator[str]:
