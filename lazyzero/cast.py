@@ -18,12 +18,14 @@ def bits(array: np.ndarray) -> np.ndarray:
     return array.view(f"u{array.dtype.itemsize}") if array.dtype.itemsize <= 8 else array.view(np.uint64)
 
 
-def differing(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Indices where two 1-D arrays of one dtype differ in their bits; two NaNs are the same."""
+def differing(a: np.ndarray, b: np.ndarray, *, exact: bool = False) -> np.ndarray:
+    """Indices where two 1-D arrays of one dtype differ in their bits; two NaNs are the same unless `exact`."""
     where = np.flatnonzero(bits(a) != bits(b))
     if len(where) and a.dtype.kind not in "iub":
         width = 2 if a.dtype.itemsize > 8 else 1
         where = np.unique(where // width)
+        if exact:
+            return where
         both_nan = np.isnan(a[where]) & np.isnan(b[where])
         where = where[~both_nan]
     return where

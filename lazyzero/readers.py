@@ -1,4 +1,4 @@
-"""Reads an output back through the official readers, a bounded block at a time.
+"""Reads an output back through the official readers, a bounded number of blocks at a time.
 
 Both readers map the file and keep what was touched resident, so a file is opened anew for every few MB.
 """
@@ -6,17 +6,18 @@ Both readers map the file and keep what was touched resident, so a file is opene
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from lazyzero.dtypes import DTYPES, DType
-from lazyzero.errors import BrokenArchive, LazyZeroError, MissingDependency
+from lazyzero.dtypes import DTYPES, FLOAT32, DType
+from lazyzero.errors import BrokenArchive, MissingDependency
 
-BLOCK = 8 << 20  # bytes
+BLOCK = 4 << 20  # bytes
 
 _BY_TAG = {dtype.tag: dtype for dtype in DTYPES.values() if dtype.tag}
 
@@ -30,8 +31,18 @@ class Stored:
     storage: object = None
 
 
+@dataclass(frozen=True, slots=True)
+class Block:
+    """`count` elements of a tensor from element `start` on, in row-major order; `index` picks them out of the array."""
+
+    name: str
+    index: tuple[slice, ...]
+    start: int
+    count: int
+
+
 class Reader(Protocol):
-    """One output file."""
+    """One output file. All methods raise BrokenArchive for a file that its official reader does not take."""
 
     def tensors(self) -> dict[str, Stored]:
         """All tensors in it."""
@@ -39,8 +50,8 @@ class Reader(Protocol):
     def metadata(self) -> dict[str, str]:
         """The file's own metadata, empty where the format has none."""
 
-    def blocks(self, name: str) -> Iterator[tuple[int, np.ndarray]]:
-        """The tensor as (first element, 1-D values) blocks in row-major order."""
+    def read(self, blocks: Iterable[Block]) -> Iterator[np.ndarray]:
+        """The values of each block, 1-D, by one opening of the file."""
 
 
 def open_output(path: Path) -> Reader:
@@ -56,11 +67,13 @@ class SafetensorsReader:
         # numpy knows bfloat16 by name once ml_dtypes is imported, and the reader asks for it by name.
         import ml_dtypes  # noqa: F401
 
-    def _open(self) -> Any:
+    @contextmanager
+    def _open(self) -> Iterator[Any]:
         from safetensors import SafetensorError, safe_open
 
         try:
-            return safe_open(self._path, "np")
+            with safe_open(self._path, "np") as file:
+                yield file
         except (SafetensorError, OSError) as error:
             raise BrokenArchive(f"{self._path}: is no whole safetensors file: {error}") from None
 
@@ -70,7 +83,12 @@ class SafetensorsReader:
         with self._open() as file:
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 view = file.get_slice(name)
-                found[name] = Stored(tuple(view.get_shape()), _BY_TAG[view.get_dtype()])
+                dtype = _BY_TAG.get(view.get_dtype())
+                if dtype is None:
+                    raise BrokenArchive(
+                        f"{self._path}: {name} has dtype {view.get_dtype()}, which is never written here"
+                    )
+                found[name] = Stored(tuple(view.get_shape()), dtype)
         return found
 
     def metadata(self) -> dict[str, str]:
@@ -78,29 +96,27 @@ class SafetensorsReader:
         with self._open() as file:
             return dict(file.metadata() or {})
 
-    def blocks(self, name: str) -> Iterator[tuple[int, np.ndarray]]:
-        """The tensor in blocks; one opening of the file for each."""
-        stored = self.tensors()[name]
-        for index, start in cut(stored.shape, max(1, BLOCK // stored.dtype.itemsize)):
-            with self._open() as file:
-                values = self._values(file, name, stored, index)
-                yield start, np.ascontiguousarray(values).reshape(-1)
+    def read(self, blocks: Iterable[Block]) -> Iterator[np.ndarray]:
+        """As in Reader."""
+        with self._open() as file:
+            for block in blocks:
+                yield np.ascontiguousarray(self._values(file, block)).reshape(-1)
 
-    def _values(self, file: Any, name: str, stored: Stored, index: tuple[slice, ...]) -> np.ndarray:
-        if stored.dtype.name.startswith("float8"):
-            return self._raw(name, stored, index)  # the reader's numpy side has no such dtype
-        if not index:
-            return np.asarray(file.get_tensor(name))
-        return np.asarray(file.get_slice(name)[index])
+    def _values(self, file: Any, block: Block) -> np.ndarray:
+        view = file.get_slice(block.name)
+        if view.get_dtype().startswith("F8"):
+            return self._raw(block, tuple(view.get_shape()), _BY_TAG[view.get_dtype()])
+        return np.asarray(view[block.index] if block.index else file.get_tensor(block.name))
 
-    def _raw(self, name: str, stored: Stored, index: tuple[slice, ...]) -> np.ndarray:
+    def _raw(self, block: Block, shape: tuple[int, ...], dtype: DType) -> np.ndarray:
+        """Past the reader, whose numpy side does not have the 8-bit floats."""
         import json
 
         with self._path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            first, _ = json.loads(file.read(size))[name]["data_offsets"]
-        mapped = np.memmap(self._path, stored.dtype.numpy, "r", 8 + size + first, stored.shape or (1,))
-        return np.array(mapped[index] if index else mapped)
+            first, _ = json.loads(file.read(size))[block.name]["data_offsets"]
+        mapped = np.memmap(self._path, dtype.numpy, "r", 8 + size + first, shape or (1,))
+        return np.array(mapped[block.index] if block.index else mapped)
 
 
 class TorchReader:
@@ -116,20 +132,24 @@ class TorchReader:
 
     def _load(self) -> dict[str, Any]:
         try:
-            loaded = self._torch.load(self._path, weights_only=True, mmap=True, map_location="cpu")
-        except LazyZeroError:
-            raise
+            loaded = dict(self._torch.load(self._path, weights_only=True, mmap=True, map_location="cpu"))
         except Exception as error:  # torch raises whatever its parts raise
             first = str(error).strip().splitlines()[:1]
             raise BrokenArchive(f"{self._path}: torch cannot load it: {' '.join(first)[:200]}") from None
-        return dict(loaded)
+        for name, value in loaded.items():
+            if not isinstance(value, self._torch.Tensor) or self._dtype(value) is None:
+                raise BrokenArchive(f"{self._path}: {name!r:.200} is not a tensor of a dtype that is written here")
+        return loaded
+
+    def _dtype(self, tensor: Any) -> DType | None:
+        return DTYPES.get(str(tensor.dtype).removeprefix("torch."))
 
     def tensors(self) -> dict[str, Stored]:
         """All tensors in it."""
         return {
             name: Stored(
                 tuple(tensor.shape),
-                DTYPES[str(tensor.dtype).removeprefix("torch.")],
+                self._dtype(tensor) or FLOAT32,
                 (tensor.untyped_storage().data_ptr(), tensor.storage_offset()) if tensor.numel() else None,
             )
             for name, tensor in self._load().items()
@@ -139,16 +159,21 @@ class TorchReader:
         """None in this format."""
         return {}
 
-    def blocks(self, name: str) -> Iterator[tuple[int, np.ndarray]]:
-        """The tensor in blocks; one loading of the file for each."""
-        whole = self._load()[name]
-        dtype = DTYPES[str(whole.dtype).removeprefix("torch.")]
-        count, numel = max(1, BLOCK // dtype.itemsize), whole.numel()
-        del whole
-        for start in range(0, numel, count):
-            flat = self._load()[name].reshape(-1)[start : start + count]
-            raw = flat.contiguous().view(self._torch.uint8).numpy()
-            yield start, raw.view(dtype.numpy)
+    def read(self, blocks: Iterable[Block]) -> Iterator[np.ndarray]:
+        """As in Reader."""
+        loaded = self._load()
+        for block in blocks:
+            whole = loaded[block.name]
+            flat = whole.reshape(-1)[block.start : block.start + block.count]
+            dtype = self._dtype(whole) or FLOAT32
+            yield flat.contiguous().view(self._torch.uint8).numpy().view(dtype.numpy)
+
+
+def blocks_of(name: str, stored: Stored) -> Iterator[Block]:
+    """The whole tensor in blocks of at most BLOCK bytes."""
+    for index, start in cut(stored.shape, max(1, BLOCK // stored.dtype.itemsize)):
+        inner = math.prod(stored.shape[len(index) :])
+        yield Block(name, index, start, math.prod(one.stop - one.start for one in index) * inner)
 
 
 def cut(shape: tuple[int, ...], count: int) -> Iterator[tuple[tuple[slice, ...], int]]:
