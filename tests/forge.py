@@ -14,7 +14,11 @@ from typing import Any
 from zlib import crc32
 
 MAGIC = 0x1950A86A20F9469CFC6C
-ITEMSIZES = {"FloatStorage": 4, "BFloat16Storage": 2, "HalfStorage": 2, "ByteStorage": 1, "LongStorage": 8}
+ITEMSIZES = {
+    "FloatStorage": 4, "BFloat16Storage": 2, "HalfStorage": 2, "DoubleStorage": 8, "ByteStorage": 1, "CharStorage": 1,
+    "BoolStorage": 1, "ShortStorage": 2, "IntStorage": 4, "LongStorage": 8, "ComplexFloatStorage": 8,
+    "ComplexDoubleStorage": 16,
+}  # fmt: skip
 
 
 # -- pickles -------------------------------------------------------------------------------------------------------

@@ -24,6 +24,8 @@ from lazyzero.tensor import LazyTensor
 
 KEY = "ds_autoep_layers"
 _MOST_EXPERTS = 1 << 16  # of a layer
+_MOST_IN_ALL = 1 << 20
+_MOST_COMPARED = 20_000_000  # layers times names
 WEIGHTS = ("w1", "w2", "w3")
 
 
@@ -64,6 +66,14 @@ def layers_of(model: ModelStates) -> list[Layer]:
         )
     if not isinstance(recorded, list):
         raise InconsistentCheckpoint(f"{model.path}: expected a list of layers in `{KEY}`, found {brief(recorded)}")
+    counts = [as_int(entry.get("num_experts")) or 0 for entry in recorded if isinstance(entry, dict)]
+    if (
+        sum(count for count in counts if 0 < count <= _MOST_EXPERTS) > _MOST_IN_ALL
+        or len(recorded) * len(model.module) > _MOST_COMPARED
+    ):
+        raise InconsistentCheckpoint(
+            f"{model.path}: `{KEY}` has {len(recorded)} layers of {sum(counts)} experts, more than any model; the file is damaged"
+        )
     return [_layer(model.path, entry) for entry in recorded]
 
 

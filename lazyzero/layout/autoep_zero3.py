@@ -151,7 +151,7 @@ def _gathered(path: str, name: str, parts: Sequence[_Part]) -> LazyTensor:
     ):
         raise InconsistentCheckpoint(
             f"{path}: {name!r}: expected each of {first.count} partitions of {list(first.shape)} once, found "
-            f"{[part.index for part in ordered]} of {brief([list(part.shape) for part in ordered], 120)}"
+            f"{brief([part.index for part in ordered], 120)} of {brief([part.shape for part in ordered], 120)}"
         )
     if any(part.chain.dtype != first.chain.dtype for part in ordered):
         raise InconsistentCheckpoint(f"{path}: {name!r}: its partitions have different dtypes")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -30,6 +31,7 @@ _NAME = re.compile(r"((?:.*\.)?deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)
 
 
 _MOST_EXPERTS = 1 << 16  # of a layer
+_MOST_FILES = 1 << 20  # of experts that are named as missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +71,15 @@ def _lacking(model: ModelStates, present: set[tuple[int | None, int]]) -> list[s
     """The files there should be: `num_experts` counts each MoE layer's experts (an int in 0.5)."""
     recorded = model.root.get("num_experts")
     counts = (
-        [min(as_int(n) or 0, _MOST_EXPERTS) for n in recorded] if isinstance(recorded, list) else as_int(recorded) or 0
+        [min(max(as_int(n) or 0, 0), _MOST_EXPERTS) for n in recorded]
+        if isinstance(recorded, list)
+        else as_int(recorded) or 0
     )
     layered = any(layer is not None for layer, _ in present) or not present
+    if isinstance(counts, list) and sum(counts) > _MOST_FILES:
+        raise InconsistentCheckpoint(
+            f"{model.path}: `num_experts` counts {sum(counts)} experts, more than any model; the file is damaged"
+        )
     if isinstance(counts, list) and layered:
         wanted = [(layer, expert) for layer, count in enumerate(counts) for expert in range(count)]
         return [f"layer_{layer}_expert_{expert}" for layer, expert in wanted if (layer, expert) not in present]
@@ -151,9 +159,8 @@ def in_one_order(ranks: Sequence[OptimStates]) -> tuple[OptimStates, ...]:
             raise InconsistentCheckpoint(
                 f"{rank.path}: has the param groups {brief(found, 120)}, {os.path.basename(ranks[0].path)} has {brief(keys[0], 120)}"
             )
-    return tuple(
-        _reordered(rank, [found.index(key) for key in keys[0]]) for rank, found in zip(ranks, keys, strict=True)
-    )
+    places = [{key: index for index, key in enumerate(found)} for found in keys]
+    return tuple(_reordered(rank, [place[key] for key in keys[0]]) for rank, place in zip(ranks, places, strict=True))
 
 
 def _group_keys(rank: OptimStates) -> list[tuple[str, str, int]]:
@@ -161,11 +168,13 @@ def _group_keys(rank: OptimStates) -> list[tuple[str, str, int]]:
     flats, counts, saved = (rank.state.get(key) for key in (FLATS, "partition_count", "base_optimizer_state"))
     groups = saved.get("param_groups") if isinstance(saved, dict) else None
     keys: list[tuple[str, str, int]] = []
+    seen: Counter[tuple[str, str]] = Counter()
     for index in range(len(flats) if isinstance(flats, list) else 0):
         group = groups[index] if isinstance(groups, list) and index < len(groups) else None
-        name = str(group.get("name", "")) if isinstance(group, dict) else ""
-        count = repr(counts[index]) if isinstance(counts, list) and index < len(counts) else repr(counts)
-        keys.append((name, count, sum(key[:2] == (name, count) for key in keys)))
+        name = brief(group.get("name", "")) if isinstance(group, dict) else ""
+        count = brief(counts[index] if isinstance(counts, list) and index < len(counts) else counts)
+        keys.append((name, count, seen[name, count]))
+        seen[name, count] += 1
     return keys
 
 

@@ -35,7 +35,7 @@ from lazyzero.layout.experts import (
 from lazyzero.layout.found import Found
 from lazyzero.layout.order import param_groups
 from lazyzero.layout.ranks import Optimizer, read_ranks
-from lazyzero.layout.states import ModelStates, OptimStates, Shapes, as_int, check_once
+from lazyzero.layout.states import ModelStates, OptimStates, Shapes, as_int, check_once, require_finite
 from lazyzero.layout.support import Support
 from lazyzero.tensor import Chain, LazyTensor
 
@@ -55,6 +55,7 @@ SUPPORT = (
         "files made with 0.19.8, world 2 and 4",
     ),
 )
+_MOST_BESIDES = 1 << 20
 _WHY_MISSING = "its values are in no file of the checkpoint"
 
 
@@ -132,6 +133,7 @@ def _optimizer_archives(files: FileSet) -> list[Archive]:
         match = EXPERT_OPTIM.fullmatch(os.path.basename(path))
         archive = open_archive(path)
         if match is not None and isinstance(archive.root, dict):
+            require_finite(path, archive.root.get("optimizer"))
             by_rank[int(match[1])] = archive
     return [by_rank[rank] for rank in sorted(by_rank)]
 
@@ -167,9 +169,16 @@ def _delivered(
 
 def _besides(model: ModelStates, trainable: Iterable[str]) -> Iterable[str]:
     """What the experts have besides trained parameters, whether or not their files are there."""
-    kinds = _kinds([*model.frozen_shapes, *(model.buffers or ())])
+    kinds: dict[str, list[str]] = {}
+    for prefix, rest in sorted(_kinds([*model.frozen_shapes, *(model.buffers or ())])):
+        kinds.setdefault(prefix, []).append(rest)
     numbered = {(parts.prefix, parts.number) for parts in map(expert_name, trainable) if parts is not None}
-    return [f"{prefix}{number}{rest}" for prefix, number in sorted(numbered) for of, rest in kinds if of == prefix]
+    count = sum(len(kinds.get(prefix, ())) for prefix, _ in numbered)
+    if count > _MOST_BESIDES:
+        raise InconsistentCheckpoint(
+            f"{model.path}: its experts have {count} frozen weights and buffers, more than any model"
+        )
+    return [f"{prefix}{number}{rest}" for prefix, number in sorted(numbered) for rest in kinds.get(prefix, ())]
 
 
 def _widened_gate(check: Check) -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import Any, Final
 
+from lazyzero.container.brief import brief
 from lazyzero.container.objects import TensorRef
 from lazyzero.errors import InvalidRequest
 from lazyzero.layout.contents import Contents
@@ -41,9 +43,10 @@ def flat(rank: OptimStates, states: Any, name: str) -> TensorRef:
     """One flat's state. Raises InvalidRequest unless it is a 1-D tensor."""
     found = states.get(name) if isinstance(states, Mapping) else None
     if not isinstance(found, TensorRef) or len(found.shape) != 1 or not found.contiguous:
-        kept = ", ".join(map(str, states)) if isinstance(states, Mapping) else "none"
+        names = islice(states, 20) if isinstance(states, Mapping) else ()
+        kept = ", ".join(brief(name).strip("'") for name in names) or "none"
         raise InvalidRequest(
-            f"{rank.path}: its optimizer kept no flat `{name}` (it has: {kept or 'none'}); "
+            f"{rank.path}: its optimizer kept no flat `{name}` (it has: {kept}); "
             "the optimizer has none, has not stepped yet, or its states were stripped"
         )
     return found

@@ -24,7 +24,7 @@ from lazyzero.container.archive import Archive
 from lazyzero.container.objects import Storage, TensorRef
 from lazyzero.container.source import Source
 from lazyzero.dtypes import DType
-from lazyzero.errors import InconsistentCheckpoint, MissingFiles, UnsupportedLayout
+from lazyzero.errors import InconsistentCheckpoint, MissingFiles, ReadError, UnsupportedLayout
 from lazyzero.layout import moments, zero3
 from lazyzero.layout.contents import Contents
 from lazyzero.layout.discover import FileSet
@@ -33,8 +33,10 @@ from lazyzero.layout.states import ModelStates, OptimStates, Shapes, as_int, old
 from lazyzero.layout.support import Support
 
 MOMENTS = True
-_SWAP_FILE = re.compile(r"(\d+)_(\d+)\.tensor\.swp")
+_SWAP_FILE = re.compile(r"([0-9]+)_([0-9]+)\.tensor\.swp")
 _ALIGNMENT = 1024  # bytes, times `aio.intra_op_parallelism`
+_MOST_SWAPPED = 4096  # sub-groups
+_DEEPEST = 64  # modules inside modules
 
 Id = tuple[int, int]  # of the first and the last parameter of a sub-group
 
@@ -111,6 +113,11 @@ def _swapped(ranks: tuple[OptimStates, ...], groups: list[Shapes]) -> list[_Swap
             if len(empty) != len(ranks):
                 raise InconsistentCheckpoint(f"{empty[0]}: sub-group {index} was swapped out here, on other ranks not")
             found.append(_Swapped(index, tuple(group), numel, dtypes[0]))
+    if len(found) > _MOST_SWAPPED:
+        raise UnsupportedLayout(
+            f"{ranks[0].path}: {len(found)} sub-groups were swapped out, more than can be told apart; "
+            "load the checkpoint with DeepSpeed and save it without NVMe offload"
+        )
     return found
 
 
@@ -138,16 +145,23 @@ def _by_rank(parent: str, ranks: list[int]) -> dict[int, str]:
     """The directories under `parent` by global rank; a node's own storage counts its ranks from 0."""
     if not os.path.isdir(parent):
         return {}
-    names = {int(match[1]): match[0] for name in os.listdir(parent) if (match := re.fullmatch(r"rank(\d+)", name))}
+    names = {int(match[1]): match[0] for name in _names(parent) if (match := re.fullmatch(r"rank([0-9]+)", name))}
     if not set(ranks) <= set(names) and sorted(names) == list(range(len(ranks))):
         return {rank: os.path.join(parent, names[local]) for local, rank in enumerate(ranks)}
     return {rank: os.path.join(parent, name) for rank, name in names.items()}
 
 
+def _names(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError as error:
+        raise ReadError(f"{folder}: cannot be listed: {error.strerror}") from None
+
+
 def _listing(folder: str) -> dict[Id, int]:
     """The swap files of masters in a rank's directory: numbers -> size in bytes."""
     found: dict[Id, int] = {}
-    for name in os.listdir(folder):
+    for name in _names(folder):
         if match := _SWAP_FILE.fullmatch(name):
             found[int(match[1]), int(match[2])] = Source.open(os.path.join(folder, name)).size
     return found
@@ -186,12 +200,22 @@ def _match(found: Found, model: ModelStates, swapped: list[_Swapped], listings: 
 def _certain(fits: dict[int, set[Id]]) -> dict[int, Id]:
     """What sizes decide: a sub-group with one file that fits has it, and no other can."""
     certain: dict[int, Id] = {}
-    while True:
-        left = {index: choice - set(certain.values()) for index, choice in fits.items() if index not in certain}
-        single = next((index for index, choice in left.items() if len(choice) == 1), None)
-        if single is None:
-            return certain
-        certain[single] = left[single].pop()
+    left = {index: set(choice) for index, choice in fits.items()}
+    wanted: dict[Id, set[int]] = {}
+    for index, choice in fits.items():
+        for identity in choice:
+            wanted.setdefault(identity, set()).add(index)
+    single = [index for index, choice in left.items() if len(choice) == 1]
+    while single:
+        index = single.pop()
+        if index in certain or not left[index]:
+            continue
+        certain[index] = identity = next(iter(left[index]))
+        for other in wanted[identity] - {index}:
+            left[other].discard(identity)
+            if len(left[other]) == 1:
+                single.append(other)
+    return certain
 
 
 def _fits(group: _Swapped, identity: Id, listings: list[dict[Id, int]], alignment: int) -> bool:
@@ -220,14 +244,15 @@ def _module_order(model: ModelStates) -> Keys:
 
 def _construction_order(model: ModelStates) -> Keys:
     """Every module's own parameters after those of its children."""
-    seen: dict[str, int] = {}
+    seen: dict[tuple[int, str], int] = {}  # (the parent's number, name in it) -> number
     keys: Keys = {}
     for name in model.module:
-        parts = name.split(".")
-        prefixes = [".".join(parts[: depth + 1]) for depth in range(len(parts))]
-        for prefix in prefixes:
-            seen.setdefault(prefix, len(seen))
-        keys[name] = tuple((int(prefix == name), seen[prefix]) for prefix in prefixes)
+        parts = name.split(".", _DEEPEST)
+        at, numbers = -1, []
+        for part in parts:
+            at = seen.setdefault((at, part), len(seen))
+            numbers.append(at)
+        keys[name] = tuple((int(depth == len(parts)), number) for depth, number in enumerate(numbers, 1))
     return keys
 
 

@@ -8,12 +8,14 @@ buffers built like the flats of their masters, and `module` is saved with those 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from lazyzero.container.brief import brief
 from lazyzero.errors import InconsistentCheckpoint, UnsupportedLayout
 from lazyzero.layout.contents import view
-from lazyzero.layout.matching import rounds_to, walk
+from lazyzero.layout.matching import Effort, Pool, rounds_to, walk
 from lazyzero.layout.states import ModelStates, OptimStates, Shapes, older, read_shapes
 from lazyzero.tensor import Chain, LazyTensor
 
@@ -39,9 +41,11 @@ def recover(model: ModelStates, ranks: Sequence[OptimStates], chains: list[Chain
     pool = _pool(model, None if recorded is None else {name for group in recorded for name in group})
     runs = list(_runs(model, pool))
     groups: list[Shapes] = []
+    free = dict(pool)
+    effort = Effort()
     for index, chain in enumerate(chains):
-        rest = [run for run in runs if not run.names & {name for group in groups for name in group}]
-        group = _from_runs(rest, chain) or _from_values(pool, chain, groups, padding=2 * len(ranks) - 1)
+        runs = [run for run in runs if all(tensor.name in free for tensor in run.tensors)]
+        group = _from_runs(runs, chain, effort) or _from_values(free, chain, effort, padding=2 * len(ranks) - 1)
         if group is None:
             version = model.version or "0.3 or older"
             raise UnsupportedLayout(
@@ -50,6 +54,8 @@ def recover(model: ModelStates, ranks: Sequence[OptimStates], chains: list[Chain
                 "missing, load the checkpoint with that version and save a state dict"
             )
         groups.append(group)
+        for name in group:
+            del free[name]
     return groups
 
 
@@ -59,10 +65,6 @@ class _Run:
 
     tensors: tuple[LazyTensor, ...]
     capacity: int
-
-    @property
-    def names(self) -> set[str]:
-        return {tensor.name for tensor in self.tensors}
 
     @property
     def numel(self) -> int:
@@ -97,8 +99,11 @@ def _runs(model: ModelStates, pool: dict[str, LazyTensor]) -> Iterator[_Run]:
             yield _Run(tuple(pool[name] for name in names), storage.nbytes // pool[names[0]].dtype.itemsize)
 
 
-def _from_runs(runs: list[_Run], chain: Chain) -> Shapes | None:
+def _from_runs(runs: list[_Run], chain: Chain, effort: Effort) -> Shapes | None:
     """The one run whose elements are the chain's, rounded: samples first, everything where several begin alike."""
+    effort.left -= 1 + len(runs) // 64
+    if effort.left < 0:
+        return None
     fits = [run for run in runs if run.numel <= chain.total <= run.capacity and _begins(run, chain, whole=False)]
     if len(fits) > 1:
         fits = [run for run in fits if _begins(run, chain, whole=True)]
@@ -116,10 +121,9 @@ def _begins(run: _Run, chain: Chain, *, whole: bool) -> bool:
     return True
 
 
-def _from_values(pool: dict[str, LazyTensor], chain: Chain, taken: list[Shapes], *, padding: int) -> Shapes | None:
+def _from_values(free: dict[str, LazyTensor], chain: Chain, effort: Effort, *, padding: int) -> Shapes | None:
     """The order by values alone, for a `module` that was cloned: every element has a name, but for some padding."""
-    free = {name: tensor for name, tensor in pool.items() if not any(name in group for group in taken)}
-    found, end = walk(chain, free)
+    found, end = walk(chain, Pool(free), effort)
     if sum(free[name].numel for name in found) != end or chain.total - end > padding:
         return None
     return {name: free[name].shape for name in found}
@@ -131,19 +135,19 @@ def _grouped(model: ModelStates, shapes: list[Shapes], chains: list[Chain]) -> l
         return shapes
     if len(shapes) != 1:
         raise InconsistentCheckpoint(f"{model.path}: names {len(shapes)} param groups, the flats are {len(chains)}")
-    rest = list(shapes[0].items())
+    rest = deque(shapes[0].items())
     groups: list[Shapes] = []
     for chain in chains:
         group: Shapes = {}
         left = chain.total
         while rest and math.prod(rest[0][1]) <= left:
-            name, shape = rest.pop(0)
+            name, shape = rest.popleft()
             group[name] = shape
             left -= math.prod(shape)
         groups.append(group)
     if rest:
         raise InconsistentCheckpoint(
             f"{model.path}: expected the {len(shapes[0])} parameters of `param_shapes` to fill {len(chains)} flat groups, "
-            f"{len(rest)} are left over ({rest[0][0]!r} first); this version recorded them in another order"
+            f"{len(rest)} are left over ({brief(rest[0][0])} first); this version recorded them in another order"
         )
     return groups

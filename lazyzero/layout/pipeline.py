@@ -22,10 +22,10 @@ from lazyzero.layout import tensor_parallel, zero0, zero12
 from lazyzero.layout.contents import Contents, assemble, view
 from lazyzero.layout.discover import LAYER, FileSet
 from lazyzero.layout.found import Found
-from lazyzero.layout.matching import round_alike
 from lazyzero.layout.ranks import Optimizer, read_ranks, spans
 from lazyzero.layout.states import ModelStates, Shapes, as_int, check_once, named, read_model
 from lazyzero.layout.support import Support
+from lazyzero.layout.tied_layers import TIED, tied_names, tied_prefix
 from lazyzero.layout.tp_merge import alike
 from lazyzero.tensor import LazyTensor
 
@@ -39,7 +39,6 @@ SUPPORT = (
         "real files of 0.19.8, 2 to 4 stages",
     ),
 )
-_TIED = "tied_modules."
 _TOLD_NAMES = (
     "without ZeRO no file names a pipeline's parameters: they are named after the layers they were saved for, also those of "
     "a TiedLayerSpec, which a PipelineModule calls `tied_modules.<key>.*`"
@@ -187,7 +186,7 @@ def _from_slices(optimizer: Optimizer, layers: _Layers) -> list[Shapes]:
 
 def _shape(path: str, name: str, numel: int, layers: _Layers) -> tuple[int, ...]:
     number, _, rest = name.partition(".")
-    if name.startswith(_TIED):
+    if name.startswith(TIED):
         rest = name.split(".", 2)[-1]
         number = next((str(n) for n, weights in layers.items() if rest in weights and weights[rest].numel == numel), "")
     ref = layers.get(int(number), {}).get(rest) if number.isdecimal() else None
@@ -205,7 +204,7 @@ def _weights(archive: Archive) -> dict[str, TensorRef]:
 
 def _require_layers(directory: str, stages: Sequence[_Stage], layers: _Layers) -> None:
     """Every layer that a name belongs to has a file."""
-    numbers = {name.split(".", 1)[0] for stage in stages for name in stage.names if not name.startswith(_TIED)}
+    numbers = {name.split(".", 1)[0] for stage in stages for name in stage.names if not name.startswith(TIED)}
     lacking = sorted({int(text) for text in numbers if text.isdecimal()} - layers.keys())
     if lacking:
         raise MissingFiles(
@@ -226,7 +225,7 @@ def _masters(stages: Sequence[_Stage], state: str | None) -> tuple[dict[str, Laz
     for stage in stages:
         if stage.optimizer is not None:
             found = zero12.parameters(stage.optimizer, stage.model, state)
-            check_once(stage.model.path, trainable, {name: 0 for name in found if not name.startswith(_TIED)})
+            check_once(stage.model.path, trainable, {name: 0 for name in found if not name.startswith(TIED)})
             twice += [(trainable[name], tensor) for name, tensor in found.items() if name in trainable]
             trainable = found | trainable
     return trainable, twice
@@ -237,32 +236,19 @@ def _named(
 ) -> tuple[dict[str, TensorRef], _Pairs]:
     """The layers' weights under the names of a PipelineModule, and pairs of what several layers hold of a tied one."""
     known = {name for stage in stages for name in stage.names}
+    tied = tied_names(known)
     module: dict[str, TensorRef] = {}
     again: _Pairs = []
     for layer, weights in layers.items():
         prefix = f"{layer}."
         if weights and not any(prefix + name in known for name in weights):
-            prefix = _tied_prefix(weights, known, trainable) or prefix
+            prefix = tied_prefix(weights, tied, trainable) or prefix
         for name, ref in weights.items():
             if prefix + name in module:
                 again.append((view(prefix + name, module[prefix + name], "module"), view(prefix + name, ref, "module")))
             else:
                 module[prefix + name] = ref
     return module, again
-
-
-def _tied_prefix(weights: dict[str, TensorRef], known: set[str], trainable: dict[str, LazyTensor]) -> str | None:
-    """`tied_modules.<key>.` where all that is known of that key is in the layer, with the values of its masters."""
-    keys = sorted({name.split(".")[1] for name in known if name.startswith(_TIED)})
-    for prefix in (f"{_TIED}{key}." for key in keys):
-        names = [name.removeprefix(prefix) for name in known if name.startswith(prefix)]
-        if all(name in weights for name in names) and all(
-            round_alike(trainable[prefix + name], view(name, weights[name], "module"))
-            for name in names
-            if prefix + name in trainable
-        ):
-            return prefix
-    return None
 
 
 def _told(trainable: dict[str, LazyTensor], twice: _Pairs, again: _Pairs) -> list[str]:

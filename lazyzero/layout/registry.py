@@ -6,12 +6,14 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Final
 
+from lazyzero.container.brief import brief
 from lazyzero.errors import MissingFiles, UnsupportedLayout
 from lazyzero.layout import moe, moments, nvme, pipeline, tensor_parallel, universal, zero0, zero1_old, zero3, zero12
 from lazyzero.layout.contents import Contents, without_frozen
 from lazyzero.layout.discover import FileSet
 from lazyzero.layout.found import Found
 from lazyzero.layout.ranks import spans
+from lazyzero.layout.states import as_int
 from lazyzero.layout.support import Support
 
 # Each has `matches(found) -> bool`, `read(found) -> Contents`, its `SUPPORT` for the documentation, and `MOMENTS = True` where
@@ -47,8 +49,8 @@ def recognise(found: Found) -> Contents:
             return contents
     files = found.files
     if files.optim:
-        keys = ", ".join(map(str, found.optimizer.ranks[0].state))
-        raise UnsupportedLayout(f"{found.optimizer.ranks[0].path}: no known layout has the keys {keys:.300}")
+        keys = brief(list(found.optimizer.ranks[0].state), 300)
+        raise UnsupportedLayout(f"{found.optimizer.ranks[0].path}: no known layout has the keys {keys}")
     if files.zero_model:
         raise MissingFiles(
             f"{files.directory}: found model files of ZeRO-3 ranks but no *_optim_states.pt, which hold the weights; copy them here"
@@ -58,8 +60,8 @@ def recognise(found: Found) -> Contents:
 
 def _require_model_ranks(files: FileSet, contents: Contents) -> None:
     """One model-parallel rank's files make a whole checkpoint by themselves, of a part of the model."""
-    recorded = tensor_parallel.model_root(contents).get("mp_world_size")
-    if type(recorded) is int and recorded > len(files.model_ranks):
+    recorded = as_int(tensor_parallel.model_root(contents).get("mp_world_size"))
+    if recorded is not None and recorded > len(files.model_ranks):
         raise MissingFiles(
             f"{files.directory}: it was saved by {recorded} model-parallel ranks, and there are files of "
             f"{spans(files.model_ranks)} only; copy the others from the nodes that wrote them"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
 
 _MOST_NAMES = 200_000  # more than twice what the model with the most experts has
+_MOST_VALUES = 2_000_000  # in what DeepSpeed itself writes, each counted as often as it is met
 _MOST_DIMENSIONS = 64
 _MOST_ELEMENTS = 1 << 48
 
@@ -47,6 +48,7 @@ def read_model(path: str, *, without_module: bool = False) -> ModelStates:
     """
     archive = open_archive(path)
     root = _dict(path, archive.root, "the file")
+    require_finite(path, [root.get(key) for key in _WALKED])
     module = root.get("module")
     if module is None and without_module:
         module = {}
@@ -113,7 +115,35 @@ def read_optim(path: str) -> OptimStates:
     """Reads an optimizer file's metadata. Raises BrokenArchive or InconsistentCheckpoint."""
     archive = open_archive(path)
     root = _dict(path, archive.root, "the file")
-    return OptimStates(archive, root, _dict(path, root.get("optimizer_state_dict"), "`optimizer_state_dict`"))
+    state = _dict(path, root.get("optimizer_state_dict"), "`optimizer_state_dict`")
+    require_finite(path, [state, root.get("param_shapes")])
+    return OptimStates(archive, root, state)
+
+
+# Of a model file, besides `module`: what the layouts look through. The client state is left alone.
+_WALKED = (
+    "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "ds_config",
+    "optimizer", "num_experts", "ds_autoep_layers", "autoep_layers", "universal_checkpoint_info",
+)  # fmt: skip
+
+
+def require_finite(path: str, value: Any) -> None:
+    """Refuses lists of lists of the same lists: a few kilobytes of pickle describe more than anybody can walk through."""
+    left, rest = _MOST_VALUES, [value]
+    while rest:
+        each = rest.pop()
+        if isinstance(each, dict):
+            inner: Collection[Any] = each.values()
+        elif isinstance(each, Opaque):
+            inner = (each.args, each.state, each.items)
+        elif isinstance(each, (list, tuple)):
+            inner = each
+        else:
+            continue
+        left -= len(inner)
+        if left < 0:
+            raise InconsistentCheckpoint(f"{path}: describes more than {_MOST_VALUES} values; the file is damaged")
+        rest.extend(inner)
 
 
 def read_shapes(path: str, value: Any) -> list[Shapes] | None:

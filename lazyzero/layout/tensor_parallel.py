@@ -37,6 +37,7 @@ SUPPORT = (
         "real files of 0.19.8, stages 0 to 3",
     ),
 )
+_MOST_CUTS = 1_000_000
 _TOLD_SEQUENCE = (
     "the model-parallel ranks in the file names are sequence-parallel ones: each data-parallel rank is there once, "
     "so all of them hold partitions of one model"
@@ -127,12 +128,22 @@ class Decisions:
         self._metadata = Metadata(self._path, info) if isinstance(info, dict) else None
         self._autotp = self._metadata is not None and not self._metadata.complete and _autotp(root)
         self._ranks = len(ranks)
+        self._cuts = 0
         self.undecided: list[str] = []
         self._guessed: list[str] = []
         self._split: set[str] = set()  # prefixes of weights split along dimension 0, whose biases are too
 
     def plan(self, name: str, shards: Shards) -> Plan | None:
         """The plan for one parameter's shards, None where nothing says how. Raises InconsistentCheckpoint or UnsupportedLayout."""
+        plan = self._plan(name, shards)
+        self._cuts += 0 if plan is None else len(plan.cuts)
+        if self._cuts > _MOST_CUTS:
+            raise InconsistentCheckpoint(
+                f"{self._path}: its parameters are cut into more than {_MOST_CUTS} slabs; damaged file"
+            )
+        return plan
+
+    def _plan(self, name: str, shards: Shards) -> Plan | None:
         where = f"{self._path}: {name!r}"
         shapes = [None if shard is None else shard.shape for shard in shards]
         if _is_buffer(name, shards) and len(set(shapes)) == 1:  # patterns are about parameters

@@ -84,6 +84,8 @@ def _boxes(whole: Shape, rank: Any, held: Mapping[str, Any], shapes: Shapes) -> 
 def _corner(array: Shape, box: Shape, place: Any) -> Shape:
     """The first index of a box in a row-major array, out of its offset and strides."""
     offset, strides = place
+    if type(offset) is not int:
+        raise ValueError(f"offset {brief(offset, 40)}")
     rows = [*accumulate(reversed(array[1:]), lambda a, b: a * b, initial=1)][::-1] if array else []
     if len(box) != len(array) or any(
         size > 1 and got != want for size, got, want in zip(box, strides, rows, strict=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from time import thread_time
 from typing import Any, Generic, TypeVar
 
 from lazyzero.container.brief import brief
@@ -22,9 +23,21 @@ from lazyzero.layout.tp_plan import Plan, Shapes
 
 KEY = "universal_checkpoint_info"
 _LONGEST = 2048
-_MOST_QUANTIFIERS = 8
+_MOST_QUANTIFIERS = 4
+_MOST_OPTIONS = 8
+_MOST_EFFORT = 50_000_000  # characters that one search may look at, should the pattern do its worst
+_LONGEST_SEARCH = 2.0  # seconds of work for all names
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Pattern:
+    """A pattern, and how many places of it repeat or have a choice: what a search may cost at worst."""
+
+    compiled: re.Pattern[str]
+    quantifiers: int
+    options: int
 
 
 class Patterns(Generic[T]):
@@ -32,7 +45,9 @@ class Patterns(Generic[T]):
 
     def __init__(self, path: str, pairs: Iterable[tuple[Any, T]]) -> None:
         self._names: dict[str, T] = {}
-        self._others: list[tuple[re.Pattern[str], T]] = []
+        self._others: list[tuple[_Pattern, T]] = []
+        self._path = path
+        self._spent = 0.0
         for pattern, value in pairs:
             name = _literal(pattern)
             if name is not None:
@@ -44,7 +59,19 @@ class Patterns(Generic[T]):
         """The value of the pattern that matches at the beginning of `name`."""
         if name in self._names:
             return self._names[name]
-        return next((value for pattern, value in self._others if pattern.match(name)), None)
+        start = thread_time()
+        try:
+            return next((value for pattern, value in self._others if self._matches(pattern, name)), None)
+        finally:
+            self._spent += thread_time() - start
+
+    def _matches(self, pattern: _Pattern, name: str) -> bool:
+        if (len(name) + 1) ** pattern.quantifiers << pattern.options > _MOST_EFFORT or self._spent > _LONGEST_SEARCH:
+            raise UnsupportedLayout(
+                f"{self._path}: searching for {brief(pattern.compiled.pattern, 120)} in `{KEY}` could take too long; "
+                "state the dimensions with --tp-rules"
+            )
+        return pattern.compiled.match(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +185,15 @@ def _literal(pattern: Any) -> str | None:
     return name if re.escape(name) == pattern[1:-1] else None
 
 
-def _compiled(path: str, pattern: Any) -> re.Pattern[str]:
+def _compiled(path: str, pattern: Any) -> _Pattern:
     """A pattern out of a file nobody vouches for: refused where matching could take forever."""
-    good = isinstance(pattern, str) and len(pattern) <= _LONGEST
-    if good and not re.search(r"\)\s*[*+{]", pattern) and len(re.findall(r"[*+{]", pattern)) <= _MOST_QUANTIFIERS:
-        try:
-            return re.compile(pattern)
-        except (re.error, RecursionError, OverflowError):
-            pass
+    if isinstance(pattern, str) and len(pattern) <= _LONGEST and not re.search(r"\)\s*[*+{]", pattern):
+        quantifiers, options = len(re.findall(r"[*+{]", pattern)), len(re.findall(r"[|?]", pattern))
+        if quantifiers <= _MOST_QUANTIFIERS and options <= _MOST_OPTIONS:
+            try:
+                return _Pattern(re.compile(pattern), quantifiers, options)
+            except (re.error, RecursionError, OverflowError):
+                pass
     raise UnsupportedLayout(
         f"{path}: `{KEY}` has {brief(pattern, 120)} where a simple pattern of names was expected; state the dimensions with --tp-rules"
     )

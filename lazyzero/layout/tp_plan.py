@@ -14,7 +14,7 @@ from typing import Any
 from lazyzero.container.brief import brief
 from lazyzero.errors import InconsistentCheckpoint, UnsupportedLayout
 
-_MOST_SUB_PARAMETERS = 1 << 16
+_MOST_SUB_PARAMETERS = 1 << 12
 _MOST_DIMENSIONS = 64
 
 Shape = tuple[int, ...]

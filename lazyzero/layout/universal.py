@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lazyzero.container.archive import Archive, open_archive
+from lazyzero.container.brief import brief
 from lazyzero.container.objects import TensorRef
-from lazyzero.errors import InconsistentCheckpoint, MissingFiles
+from lazyzero.errors import InconsistentCheckpoint, MissingFiles, ReadError, one_line
 from lazyzero.layout.contents import Check, Contents, assemble, view
 from lazyzero.layout.discover import FileSet
 from lazyzero.layout.found import Found
@@ -30,6 +31,7 @@ from lazyzero.layout.zero3 import frozen_weights, model_paths
 from lazyzero.tensor import LazyTensor
 
 MOMENTS = True
+_MOST_RANKS = 1_000_000
 
 SUPPORT = (
     Support(
@@ -109,6 +111,10 @@ def _source(files: FileSet) -> _Source:
         if isinstance(state, Mapping):
             stage = as_int(state.get("zero_stage")) or stage
             world = as_int(state.get("partition_count")) or world
+            if not 1 <= stage <= 3 or not 1 <= world <= _MOST_RANKS:
+                raise InconsistentCheckpoint(
+                    f"{path}: expected a stage from 1 to 3 and a number of ranks, found {stage} and {world}; damaged file"
+                )
     return _Source(stage, world)
 
 
@@ -125,7 +131,7 @@ def _shapes(models: list[ModelStates]) -> dict[str, Shape]:
 def _open(files: FileSet, name: str, state: str) -> Archive:
     check_name(files.directory, name)
     if any(part in ("", ".", "..") for part in name.split("/")):
-        raise InconsistentCheckpoint(f"{files.directory}: {name!r:.80} cannot be a directory of its own")
+        raise InconsistentCheckpoint(f"{files.directory}: {brief(name)} cannot be a directory of its own")
     path = os.path.join(files.directory, "zero", *name.split("/"), f"{state}.pt")
     if not os.path.exists(path):
         raise MissingFiles(
@@ -143,7 +149,7 @@ def _parameter(archive: Archive, name: str, shape: Shape, world: int, *, whole: 
         )
     ref = saved.get("param") if isinstance(saved, Mapping) else None
     if not isinstance(ref, TensorRef):
-        raise InconsistentCheckpoint(f"{archive.path}: expected a tensor, alone or under `param`, found {saved!r:.80}")
+        raise InconsistentCheckpoint(f"{archive.path}: expected a tensor, alone or under `param`, found {brief(saved)}")
     resized = not whole or saved.get("is_expert_param") is True
     if _stripped(saved) and ref.shape[1:] == shape[1:] and ref.shape[:1] <= shape[:1]:
         resized = True
@@ -164,7 +170,9 @@ def _unpadded(archive: Archive, ref: TensorRef, shape: Shape, world: int) -> Ten
     """
     numel = math.prod(shape)
     part = -(-numel // world)
-    beyond = sum(min(part, abs(numel - rank * part)) for rank in range(world))
+    full = numel // part if part else 0  # ranks without padding; only the next two can have less than a whole part
+    near = range(full, min(full + 2, world))
+    beyond = (min(full, world) + max(world - full - 2, 0)) * part + sum(abs(numel - rank * part) for rank in near)
     if len(ref.shape) != 1 or not ref.contiguous or ref.numel not in (numel, beyond, part * world):
         raise InconsistentCheckpoint(
             f"{archive.path}: expected {numel} elements for shape {list(shape)} (or with padding over {world} ranks "
@@ -193,11 +201,18 @@ def _common(models: list[ModelStates], trainable: dict[str, LazyTensor]) -> tupl
 
 def _unclaimed(files: FileSet, models: list[ModelStates], trainable: dict[str, LazyTensor]) -> list[str]:
     known = {name.split("/")[0] for name in [*trainable, *(name for model in models for name in model.module)]}
-    with os.scandir(os.path.join(files.directory, "zero")) as listing:
-        others = sorted(entry.name for entry in listing if entry.is_dir() and entry.name not in known)
+    zero = os.path.join(files.directory, "zero")
+    try:
+        others = [
+            name for name in sorted(os.listdir(zero)) if name not in known and os.path.isdir(os.path.join(zero, name))
+        ]
+    except OSError as error:
+        raise ReadError(f"{zero}: cannot be listed: {error.strerror}") from None
     if not others:
         return []
-    return [f"passed over {len(others)} directories in zero/ that no model file names: {', '.join(others[:4])}"]
+    return [
+        f"passed over {len(others)} directories in zero/ that no model file names: {', '.join(map(one_line, others[:4]))}"
+    ]
 
 
 def _checks(model: ModelStates, trainable: dict[str, LazyTensor]) -> list[Check]:

@@ -13,7 +13,7 @@ from lazyzero.container.objects import TensorRef
 from lazyzero.errors import UnsupportedLayout
 from lazyzero.layout.contents import Check, Contents, assemble, view
 from lazyzero.layout.found import Found
-from lazyzero.layout.matching import fitting, walk
+from lazyzero.layout.matching import Effort, Pool, walk
 from lazyzero.layout.states import ModelStates, read_model
 from lazyzero.layout.support import Support
 from lazyzero.tensor import Chain, LazyTensor, Slice
@@ -88,17 +88,17 @@ def masters_of(optimizer: Any, candidates: dict[str, LazyTensor]) -> dict[str, L
     """The masters in a 16-bit wrapper's state, under the names of the candidates that they alone round to."""
     if not isinstance(optimizer, dict):
         return {}
-    pool = dict(candidates)
+    pool, effort = Pool(candidates), Effort()
     named: dict[str, LazyTensor] = {}
     for flat in _refs(optimizer.get("fp32_groups_flat")):
         chain = Chain([flat], flat.dtype)
-        named.update((name, _master(name, pool, chain, at)) for name, at in walk(chain, pool)[0].items())
+        named.update((name, _master(name, candidates, chain, at)) for name, at in walk(chain, pool, effort)[0].items())
     for group in _groups(optimizer.get("fp32_groups")):
         for ref in group:
             chain = Chain([ref], ref.dtype)
-            names = fitting(chain, 0, {name: t for name, t in pool.items() if t.shape == ref.shape})
+            names = [name for name in pool.fitting(chain, 0, effort) if candidates[name].shape == ref.shape]
             if len(names) == 1 and names[0] not in named:
-                named[names[0]] = _master(names[0], pool, chain, 0)
+                named[names[0]] = _master(names[0], candidates, chain, 0)
     return named
 
 

@@ -161,10 +161,11 @@ def _alignment(rank: OptimStates, group: int, count: int) -> list[int]:
     recorded = rank.state.get("param_alignment_paddings")
     if not isinstance(recorded, list) or group >= len(recorded):
         return [0] * count
-    paddings = [as_int(padding) for padding in recorded[group]] if isinstance(recorded[group], list) else []
-    if len(paddings) != count or any(padding is None or padding < 0 for padding in paddings):
+    listed = recorded[group] if isinstance(recorded[group], list) else []
+    paddings = [as_int(padding) for padding in listed] if len(listed) == count else []
+    if len(listed) != count or any(padding is None or padding < 0 for padding in paddings):
         raise InconsistentCheckpoint(
-            f"{rank.path}: group {group} records {len(paddings)} alignment paddings for {count} parameters"
+            f"{rank.path}: group {group} records {len(listed)} alignment paddings for {count} parameters"
         )
     return [padding or 0 for padding in paddings]
 

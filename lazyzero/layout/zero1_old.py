@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lazyzero.container.brief import brief
 from lazyzero.container.objects import TensorRef
 from lazyzero.errors import InconsistentCheckpoint, InvalidRequest
 from lazyzero.layout import moments
@@ -69,13 +70,13 @@ def _sub_partitions(rank: OptimStates) -> list[Intervals]:
     groups = rank.state.get(SUB_PARTITIONS)
     if not isinstance(groups, list) or not all(isinstance(group, list) and group for group in groups):
         raise InconsistentCheckpoint(
-            f"{rank.path}: expected lists of tensors in `{SUB_PARTITIONS}`, found {groups!r:.80}"
+            f"{rank.path}: expected lists of tensors in `{SUB_PARTITIONS}`, found {brief(groups)}"
         )
     for group in groups:
         for part in group:
             if not isinstance(part, TensorRef) or len(part.shape) != 1 or not part.contiguous:
                 raise InconsistentCheckpoint(
-                    f"{rank.path}: `{SUB_PARTITIONS}` holds {part!r:.80}, expected 1-D tensors"
+                    f"{rank.path}: `{SUB_PARTITIONS}` holds {brief(part)}, expected 1-D tensors"
                 )
     return groups
 
@@ -97,7 +98,7 @@ def _by_group(ranks: tuple[OptimStates, ...], by_rank: list[list[Intervals]]) ->
     shapes = {tuple(len(group) for group in groups) for groups in by_rank}
     if len(shapes) != 1:
         raise InconsistentCheckpoint(
-            f"{ranks[0].path}: groups or their intervals differ between ranks: {shapes!r:.200}"
+            f"{ranks[0].path}: groups or their intervals differ between ranks: {brief(sorted(shapes), 200)}"
         )
     return [list(group) for group in zip(*by_rank, strict=True)]
 

@@ -37,8 +37,8 @@ _PHRASES = (
 def mutated(data: bytes, others: Sequence[bytes], rng: random.Random) -> bytes:
     """`data` after a few random mutations; parts of `others` may be spliced in."""
     for _ in range(1 + min(int(rng.expovariate(0.7)), 12)):
-        data = rng.choice(_WAYS)(data, others, rng)
-    return data[:_LONGEST]
+        data = rng.choice(_WAYS)(data, others, rng)[:_LONGEST]
+    return data
 
 
 def _flip(data: bytes, others: Sequence[bytes], rng: random.Random) -> bytes:

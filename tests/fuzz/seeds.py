@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.forge import Tensor, Zip, legacy, parts, pickled, storages_of
+from tests.fuzz.real import CASES
 from tests.hostile.checkpoints import LAYOUTS, archive
 from tests.hostile.pickles import encoded, hostile
 
@@ -46,6 +47,10 @@ def _decisions() -> list[bytes]:
     ]
 
 
+def _cases() -> list[bytes]:
+    return [bytes([number, *([0] * extra)]) for number in range(len(CASES)) for extra in (0, 20)] + _decisions()
+
+
 def _layout_pickles() -> list[bytes]:
     found = []
     for number, layout in enumerate(sorted(LAYOUTS)):
@@ -59,5 +64,6 @@ _BY_TARGET = {
     "unpickler": _pickles,
     "discovery": _decisions,
     "layout": _decisions,
+    "real-layout": _cases,
     "layout-pickle": _layout_pickles,
 }

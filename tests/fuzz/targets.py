@@ -20,8 +20,9 @@ from lazyzero.errors import LazyZeroError
 from lazyzero.gather import read
 from lazyzero.layout.discover import find_tag_dir, list_files
 from lazyzero.tensor import LazyTensor, View
-from tests.forge import Zip, parts, pickled, write
+from tests.forge import Zip, parts, pickled, storages_of, write
 from tests.fuzz.choice import Choice
+from tests.fuzz.real import CASES, described
 from tests.fuzz.values import edited
 from tests.hostile.checkpoints import LAYOUTS, TAG
 
@@ -118,6 +119,25 @@ def layout(data: bytes, root: Path) -> None:
     _open(root, {name: pickled(value) for name, value in files.items()})
 
 
+def real_layout(data: bytes, root: Path) -> None:
+    """A real checkpoint in whose dicts some values are others, or which lacks a file."""
+    choice = Choice(data)
+    files = dict(described(choice.of(CASES)))
+    for _ in range(choice.below(9)):
+        name = choice.of(sorted(files))
+        act = choice.byte() % 16
+        if act == 0 and len(files) > 1:
+            del files[name]
+        elif act == 1:
+            files[choice.of(sorted(files))] = files[name]
+        elif not isinstance(files[name], bytes):
+            files[name] = edited(files[name], choice)
+    for name, value in files.items():
+        raw = isinstance(value, bytes)
+        write(root / TAG / name, value if raw else Zip(parts(pickled(value), storages_of(value))).write())
+    _read_all(root, choice.of((None, None, None, "exp_avg")))
+
+
 def layout_pickle(data: bytes, root: Path) -> None:
     """A small checkpoint of which one file's pickle is another."""
     choice = Choice(data)
@@ -131,7 +151,11 @@ def layout_pickle(data: bytes, root: Path) -> None:
 def _open(root: Path, pickles: dict[str, bytes]) -> None:
     for name, pickle in pickles.items():
         write(root / TAG / name, Zip(parts(pickle, _STORAGES)).write())
-    checkpoint = lazyzero.open_checkpoint(root / TAG)
+    _read_all(root, None)
+
+
+def _read_all(root: Path, state: str | None) -> None:
+    checkpoint = lazyzero.open_checkpoint(root / TAG, state=state)
     for name, tensor in checkpoint.items():
         assert name.isprintable()
         assert tensor.numel < 1 << 48
@@ -144,6 +168,7 @@ TARGETS: dict[str, Callable[[bytes, Path], None]] = {
     "unpickler": unpickler,
     "discovery": discovery,
     "layout": layout,
+    "real-layout": real_layout,
     "layout-pickle": layout_pickle,
 }
 
