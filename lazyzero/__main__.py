@@ -1,7 +1,5 @@
 """python -m lazyzero"""
 
-import sys
+from lazyzero.cli import program
 
-from lazyzero.cli import main
-
-sys.exit(main())
+program()

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import NoReturn
 
 from lazyzero.arguments import build_parser
@@ -220,5 +220,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return guarded(lambda: _RUN[args.command](args), hint=_hint(args))
 
 
+def program() -> NoReturn:
+    """The command `lazyzero`. After a signal nothing is waited for any more: to take down torch alone is a second."""
+    code = main()
+    if code in (130, 143):
+        with suppress(OSError):
+            sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    program()
