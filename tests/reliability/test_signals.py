@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import lazyzero
+from lazyzero.cli import main
 from tests.files import contents
 from tests.generator.simple import usual
 
@@ -63,7 +64,9 @@ def stopped(number: int, when: str, words: list[str], stdout: int = subprocess.D
 @pytest.mark.parametrize(
     "options", [["--workers", "1"], ["--workers", "2"], ["--checksum", "sha256"], ["--format", "bin"]]
 )
-def test_a_conversion_that_waits(number: int, options: list[str], tmp_path: Path) -> None:
+def test_a_conversion_that_waits(
+    number: int, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Finished shards stay, nothing unfinished does, the message says how to go on, and going on gives the whole."""
     checkpoint = usual(tmp_path / "ckpt").root
     words = [str(checkpoint), str(tmp_path / "out"), "--max-shard-size", "700", "--no-self-check", *options]
@@ -76,11 +79,10 @@ def test_a_conversion_that_waits(number: int, options: list[str], tmp_path: Path
     assert ".lazyzero.json" in names
     assert len(names) > 1
     assert not any(name.endswith((".tmp", ".index.json")) for name in names)
-    run = [sys.executable, "-m", "lazyzero", "convert"]
-    again = subprocess.run([*run, *words], check=True, capture_output=True, text=True)
-    assert f"{len(names) - 1} of them were finished by an earlier run" in again.stdout
+    assert main(["convert", *words]) == 0
+    assert f"{len(names) - 1} of them were finished by an earlier run" in capsys.readouterr().out
     words[1] = str(tmp_path / "undisturbed")
-    subprocess.run([*run, *words], check=True, capture_output=True)
+    assert main(["convert", *words]) == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
 
 
@@ -141,6 +143,5 @@ def test_a_command_for_finished_files(number: int, tmp_path: Path) -> None:
     assert "Traceback" not in said
     (pid,) = (tmp_path / "pids").read_text().split()
     assert not running(pid)
-    command = [sys.executable, "-m", "lazyzero", *words, f'mv "$LAZYZERO_PATH" {tmp_path}/']
-    assert subprocess.run(command, check=False, capture_output=True).returncode == 0
+    assert main([*words, f'mv "$LAZYZERO_PATH" {tmp_path}/']) == 0
     assert len(list(tmp_path.glob("model-*.safetensors"))) == 4
