@@ -271,7 +271,9 @@ class LazyTensor:
     def numpy(self) -> np.ndarray:
         """The values: a read-only view of the mapped file where one piece holds them all, else an array of its own.
 
-        bfloat16 and 8-bit floats come as ml_dtypes' types. Raises ReadError or SourceChanged.
+        bfloat16 and 8-bit floats come as ml_dtypes' types. As with any mapping, a view dies with the process (SIGBUS) when
+        it is touched after the file was truncated; `chunks` and conversions copy, and raise SourceChanged instead.
+        Raises ReadError or SourceChanged.
         """
         from lazyzero.gather import to_numpy
 
@@ -280,7 +282,8 @@ class LazyTensor:
     def torch(self) -> torch.Tensor:
         """The values as a torch tensor of its own: writing to it never reaches the file.
 
-        Where one piece holds them the file is mapped copy-on-write, so only pages that are touched cost memory.
+        Where one piece holds them the file is mapped copy-on-write, so only pages that are touched cost memory; what
+        `numpy` says of truncated files holds here too.
         Raises MissingDependency without torch, ReadError or SourceChanged.
         """
         from lazyzero.gather import to_torch

@@ -1,7 +1,7 @@
 """Reads many small byte ranges with few calls: what is adjacent in a file is read at once, into its several places.
 
-Two ways give the same bytes. `pread` copies explicitly: a page fault costs a round trip on network file systems, and a
-file truncated under a mapping kills the process. `mmap` copies out of a short mapping, for hosts where that is faster.
+Two ways give the same bytes. `pread` copies explicitly: a page fault costs a round trip on network file systems. `mmap`
+has the kernel copy out of a short mapping, for hosts where that is faster.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from lazyzero.container.mapped import map_range
+from lazyzero.container.mapped import copy_out
 from lazyzero.container.objects import Storage
 from lazyzero.container.source import POOL, Source, advise
 
@@ -83,19 +83,11 @@ def _pread(source: Source, offset: int, views: list[memoryview], release: bool) 
 
 
 def _mmap(source: Source, offset: int, views: list[memoryview], release: bool) -> None:
-    nbytes = sum(map(len, views))
-    mapped = map_range(source, offset, nbytes)
-    if mapped is None:
+    if not copy_out(source, offset, views):
         _pread(source, offset, views, release)
-        return
-    mapping, at = mapped
-    with mapping, memoryview(mapping) as window:
-        for view in views:
-            view[:] = window[at : at + len(view)]
-            at += len(view)
-    if release:
+    elif release:
         with POOL.lease(source) as fd:
-            advise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+            advise(fd, offset, sum(map(len, views)), os.POSIX_FADV_DONTNEED)
 
 
 READERS: Final[dict[str, Callable[[Source, int, list[memoryview], bool], None]]] = {"pread": _pread, "mmap": _mmap}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lazyzero.checkpoint import Checkpoint
+from lazyzero.errors import BrokenArchive
 from lazyzero.export import checksum, safetensors, torch_bin
 from lazyzero.export.budget import Budget
 from lazyzero.export.options import Options
@@ -30,15 +31,23 @@ class Work:
     def pump(self, places: tuple[safetensors.Place, ...], sink: Sink) -> None:
         """Streams the tensors of one file, then makes sure that the sources are still those that were planned with."""
         segments = [Segment(self.checkpoint[place.name], place.placeholder.dtype, place.offset) for place in places]
-        pump(
-            segments,
-            sink,
-            window=self.budget.window,
-            workers=self.budget.workers,
-            io=self.options.io,
-            observe=self.observe,
-            wrote=self.progress.advance,
-        )
+        try:
+            pump(
+                segments,
+                sink,
+                window=self.budget.window,
+                workers=self.budget.workers,
+                io=self.options.io,
+                observe=self.observe,
+                wrote=self.progress.advance,
+            )
+        except BrokenArchive:
+            self.check_sources()  # it was whole when it was opened: most likely it changed
+            raise
+        self.check_sources()
+
+    def check_sources(self) -> None:
+        """Raises SourceChanged unless all sources are as they were when the checkpoint was opened."""
         for source in self.checkpoint.sources:
             source.check()
 
