@@ -124,7 +124,10 @@ def test_a_flipped_bit_in_a_bin_file_is_found_or_changes_no_tensor(made: Path, d
         return
     if not result.ok:
         return  # found
-    right, got = (torch.load(folder / path.name, weights_only=True, mmap=True) for folder in (made / "bin", spoiled))
+    right, got = (
+        torch.load(folder / path.name, weights_only=True, mmap=True, map_location="cpu")
+        for folder in (made / "bin", spoiled)
+    )
     assert right.keys() == got.keys()
     assert all(oracle.same_bits(right[name], got[name]) for name in right)
 
