@@ -97,7 +97,7 @@ def load(directory: Path) -> Journal | None:
             return _parse(json.loads(file.read(_LARGEST)))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
         raise OutputRefused(
             f"{path}: is not a journal of this version ({type(error).__name__}: {error}); "
             "choose another place, or start anew with --overwrite"

@@ -111,6 +111,8 @@ def _write_all(work: Work, output: Path, record: Journal, *, taken_away: bool) -
                 sealed.draft.publish()
             finally:
                 sealed.draft.abandon()
+        elif work.observe and name in shards:
+            work.watch(shards[name])
         done = record.done[name]
         yield Finished(output / name, number, len(names), done.nbytes, resumed=resumed, handed=done.handed)
         if taken_away and not done.handed:  # asked for the next one: the consumer is done with this one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from lazyzero.export.budget import Budget
 from lazyzero.export.options import Options
 from lazyzero.export.plan import Plan, Shard
 from lazyzero.export.progress import Progress
-from lazyzero.export.sink import Draft, FileSink, Sink, temporary
+from lazyzero.export.sink import Draft, FileSink, Nowhere, Sink, temporary
 from lazyzero.export.stream import Observe, Segment, pump
 
 
@@ -32,19 +33,31 @@ class Work:
         """Streams the tensors of one file, then makes sure that the sources are still those that were planned with."""
         segments = [Segment(self.checkpoint[place.name], place.placeholder.dtype, place.offset) for place in places]
         try:
-            pump(
-                segments,
-                sink,
-                window=self.budget.window,
-                workers=self.budget.workers,
-                io=self.options.io,
-                observe=self.observe,
-                wrote=self.progress.advance,
-            )
+            self._stream(segments, sink, self.progress.advance)
         except BrokenArchive:
             self.check_sources()  # it was whole when it was opened: most likely it changed
             raise
         self.check_sources()
+
+    def watch(self, shard: Shard) -> None:
+        """Lets `observe` see the tensors of a file that an earlier run has written."""
+        segments, at = list[Segment](), 0
+        for name, _ in shard.entries:
+            tensor = self.checkpoint[name]
+            segments.append(Segment(tensor, tensor.dtype, at))
+            at += tensor.nbytes
+        self._stream(segments, Nowhere(), lambda count: None)
+
+    def _stream(self, segments: list[Segment], sink: Sink, wrote: Callable[[int], None]) -> None:
+        pump(
+            segments,
+            sink,
+            window=self.budget.window,
+            workers=self.budget.workers,
+            io=self.options.io,
+            observe=self.observe,
+            wrote=wrote,
+        )
 
     def check_sources(self) -> None:
         """Raises SourceChanged unless all sources are as they were when the checkpoint was opened."""

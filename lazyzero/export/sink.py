@@ -199,6 +199,15 @@ class PipeSink:
                 data = data[_some(os.write(self._fd, data)) :]
 
 
+class Nowhere:
+    """A Sink that keeps nothing."""
+
+    sequential = False
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Nothing to do."""
+
+
 def write_small(path: Path, data: bytes) -> None:
     """Writes a small file whole and durable. Raises WriteError."""
     sink = FileSink(path, len(data))
