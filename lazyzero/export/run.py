@@ -6,11 +6,12 @@ check -> plan -> lock the output -> compare with the journal -> space -> shards,
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from lazyzero.checkpoint import Checkpoint
-from lazyzero.errors import InconsistentCheckpoint, InvalidRequest
+from lazyzero.errors import InconsistentCheckpoint, InvalidRequest, WriteError
 from lazyzero.export import checksum, journal, outdir, resume, safetensors, torch_bin
 from lazyzero.export.budget import allot
 from lazyzero.export.journal import Done, Journal
@@ -109,6 +110,10 @@ def _write_all(work: Work, output: Path, record: Journal, *, taken_away: bool) -
                 record = record.with_done(name, Done(sealed.draft.size, sealed.sha256))
                 record.save(output)
                 sealed.draft.publish()
+            except WriteError:
+                with suppress(WriteError):
+                    outdir.remove(output, [name])  # it may be there, and not be durable
+                raise
             finally:
                 sealed.draft.abandon()
         elif work.observe and name in shards:

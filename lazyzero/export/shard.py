@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -100,7 +101,8 @@ def _bin_draft(shard: Shard, path: Path) -> tuple[bytes, tuple[safetensors.Place
         skeleton = torch_bin.read_skeleton(skeleton_path, shard)
         return b"", skeleton.places, torch_bin.Checksums(FileSink(path, None), skeleton)
     except BaseException:
-        skeleton_path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            skeleton_path.unlink()
         raise
 
 

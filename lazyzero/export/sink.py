@@ -75,9 +75,7 @@ class FileSink:
             self._fd = os.open(self._temporary, os.O_RDWR | made | os.O_CLOEXEC, 0o666)
         try:
             with write_errors(self.path, "allocated"):
-                status = os.fstat(self._fd)
-                self._identity = _identity(status)
-                self.size = status.st_size if size is None else size
+                self.size = os.fstat(self._fd).st_size if size is None else size
                 kernel.allocate(self._fd, self.size)
         except BaseException:
             self.abandon()
@@ -114,30 +112,25 @@ class FileSink:
         return found
 
     def seal(self) -> None:
-        """Flushes and closes the file."""
+        """Flushes the file."""
         with write_errors(self.path, "flushed"):
             os.fsync(self._fd)
             _drop(self._fd, self._dropped, self._low)
             if (found := os.fstat(self._fd).st_size) != self.size:
                 raise OSError(errno.EIO, f"it has {found} bytes on disk, {self.size} were written")
-        fd, self._fd = self._fd, -1
-        with write_errors(self.path, "closed"):  # network file systems report late errors here
-            os.close(fd)
 
     def publish(self) -> None:
-        """Renames to the final name, flushes the directory; nothing is under the final name when that fails."""
+        """Renames to the final name, flushes the directory."""
         with write_errors(self.path, "renamed"):
             # Where locks do not work another run may have put a file of its own here, and that one is not whole.
-            if _identity(self._temporary.stat()) != self._identity:
+            if not os.path.samestat(self._temporary.stat(), os.fstat(self._fd)):
                 raise OSError(errno.ESTALE, "another process replaced the unfinished file")
             os.replace(self._temporary, self.path)
-        try:
-            with write_errors(self.path, "made durable in its directory"):
-                sync_directory(self.path.parent)
-        except WriteError:
-            with contextlib.suppress(OSError):
-                self.path.unlink()
-            raise
+        fd, self._fd = self._fd, -1
+        with write_errors(self.path, "closed"):
+            os.close(fd)
+        with write_errors(self.path, "made durable in its directory"):
+            sync_directory(self.path.parent)
 
     def abandon(self) -> None:
         """Removes the temporary file. A thread still writing to it gets an error at its next call, not a foreign file."""
@@ -238,10 +231,6 @@ def _drop(fd: int, start: int, end: int) -> None:
         kernel.wait_writeback(fd, start, end - start)
         with contextlib.suppress(OSError):  # a hint: a file system may not know it
             os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_DONTNEED)
-
-
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino
 
 
 def sync_directory(directory: Path) -> None:
