@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.forge import Tensor, Zip, legacy, parts, pickled, storages_of
-from tests.fuzz.real import CASES
 from tests.hostile.checkpoints import LAYOUTS, archive
 from tests.hostile.pickles import encoded, hostile
+from tests.hostile.real import CASES
 
 _DATA = Path(__file__).parents[1] / "data"
 _SMALL = 24 << 10  # bytes

@@ -20,11 +20,11 @@ from lazyzero.errors import LazyZeroError
 from lazyzero.gather import read
 from lazyzero.layout.discover import find_tag_dir, list_files
 from lazyzero.tensor import LazyTensor, View
-from tests.forge import Zip, parts, pickled, storages_of, write
+from tests.forge import Zip, parts, pickled, write
 from tests.fuzz.choice import Choice
-from tests.fuzz.real import CASES, described
 from tests.fuzz.values import edited
 from tests.hostile.checkpoints import LAYOUTS, TAG
+from tests.hostile.real import CASES, described, written
 
 _STORAGES = {str(key): bytes(64) for key in range(8)}
 _MOST_READ = 1 << 16  # elements of a tensor that are read
@@ -132,9 +132,7 @@ def real_layout(data: bytes, root: Path) -> None:
             files[choice.of(sorted(files))] = files[name]
         elif not isinstance(files[name], bytes):
             files[name] = edited(files[name], choice)
-    for name, value in files.items():
-        raw = isinstance(value, bytes)
-        write(root / TAG / name, value if raw else Zip(parts(pickled(value), storages_of(value))).write())
+    written(root / TAG, files)
     _read_all(root, choice.of((None, None, None, "exp_avg")))
 
 

@@ -15,8 +15,9 @@ import pytest
 import lazyzero
 from lazyzero.errors import CheckpointNotFound, LazyZeroError, ReadError
 from tests.forge import Tensor, archive, text, write
+from tests.hostile.bombs import BOMBS
 from tests.hostile.checkpoints import TAG, stage0, zero2, zero3
-from tests.hostile.rows import BOMBS, MODEL, ROWS, named
+from tests.hostile.rows import MODEL, ROWS, named
 
 SECONDS = 2
 MEMORY = 256 << 20  # bytes of the whole process, Python and numpy included
@@ -210,6 +211,18 @@ def test_aliases_in_one_long_chain(tmp_path: Path) -> None:
         assert len(checkpoint.tied) == (50_001 if end == "w" else 0)
         assert set(checkpoint.tied.values()) <= {"w"}
     assert time.process_time() - start < 3 * SECONDS
+
+
+def test_masters_that_are_all_alike(tmp_path: Path) -> None:
+    """Ten thousand equal tensors and their masters without names: not compared all with all, the 16-bit values are used."""
+    count = 10_000
+    module = {f"p{i}": Tensor("0", (1,), (1,), i, count, "HalfStorage") for i in range(count)}
+    root = stage0(tmp_path, model={"module": module, "optimizer": {"fp32_groups_flat": [Tensor("1", (count,))]}})
+    start = time.process_time()
+    checkpoint = lazyzero.open_checkpoint(root)
+    assert time.process_time() - start < SECONDS
+    assert {str(tensor.dtype) for tensor in checkpoint.values()} == {"float16"}
+    assert "have no fp32 master that is theirs alone" in checkpoint.warnings[0]
 
 
 def test_opening_holds_little_memory() -> None:
