@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
 
 _MOST_NAMES = 200_000  # more than twice what the model with the most experts has
-_MOST_VALUES = 2_000_000  # in what DeepSpeed itself writes, each counted as often as it is met
+_MOST_VALUES = 1_000_000  # in what DeepSpeed itself writes, each counted as often as it is met
 _MOST_DIMENSIONS = 64
 _MOST_ELEMENTS = 1 << 48
 

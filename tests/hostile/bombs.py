@@ -47,7 +47,7 @@ TENSOR = global_("torch._utils", "_rebuild_tensor_v2") + b"q\x00"
 VIEW = pickled(Tensor("0", (), numel=6).call().args)[2:-1] + b"q\x01"
 WIDE = text("\U0001f600" + "a" * 60_000)
 
-VALUES = "describes more than 2000000 values"
+VALUES = "describes more than 1000000 values"
 
 
 def names(count: int) -> bytes:
@@ -95,7 +95,7 @@ BOMBS: dict[str, Row] = {
     "04 billion laughs in the memo": Row(bomb(LAUGHS[2:]), "expected a dict in the file, found list"),
     "05 billion laughs as the key of a dict": Row(bomb(b"}" + LAUGHS[2:] + b"Ns"), "`module` is empty"),
     "06 billion laughs where a count should be": Row(
-        states(OPTIM0, optim={"partition_count": Raw(LAUGHS[2:])}), "describes more than 2000000 values"
+        states(OPTIM0, optim={"partition_count": Raw(LAUGHS[2:])}), "describes more than 1000000 values"
     ),
     "07 a string of 4 GB": Row(bomb(b"X\xff\xff\xff\xff"), "the pickle ends early"),
     "08 a string of 4 GB that is there": Row(

@@ -258,11 +258,11 @@ ROWS: dict[str, Row] = {
     # What the dicts hold.
     "70 no dict": Row(file(archive([1, 2])), "expected a dict in the file, found list"),
     "71 no module": Row(states(model={"module": WITHOUT}), "`module` is empty"),
-    "72 frozen weights of laughs": Row(states(model={"frozen_param_fragments": {"w": Raw(LAUGHS[2:])}}), "describes more than 2000000 values"),
+    "72 frozen weights of laughs": Row(states(model={"frozen_param_fragments": {"w": Raw(LAUGHS[2:])}}), "describes more than 1000000 values"),
     "73 a shape of 65536 dimensions": Row(states(model={"param_shapes": [{"w": (1 << 40,) * 65_536}]}), "is no shape but"),
     "74 a shape that overflows": Row(states(model={"param_shapes": [{"w": (1 << 40, 1 << 40)}]}), "is no shape but"),
     "75 a negative shape": Row(states(model={"param_shapes": [{"w": (-2, -3), "b": (2,)}]}), "is no shape but"),
-    "76 a shape of laughs": Row(states(model={"param_shapes": [{"w": (Raw(LAUGHS[2:]),)}]}), "describes more than 2000000 values"),
+    "76 a shape of laughs": Row(states(model={"param_shapes": [{"w": (Raw(LAUGHS[2:]),)}]}), "describes more than 1000000 values"),
     "77 a parameter in two groups": Row(states(model={"param_shapes": [{"w": (2, 3)}] * 2}, optim={
         "single_partition_of_fp32_groups": [Tensor("0", (3,)), Tensor("1", (3,))], "group_paddings": [0, 0],
         "partition_count": [2, 2]}), "parameter 'w' is in two groups"),
@@ -271,7 +271,7 @@ ROWS: dict[str, Row] = {
                model={"param_shapes": [{"w": (2, 2), "b": (2,)}]}), "expected 6 elements of parameters and"
     ),
     "79 flats that are no list": Row(
-        states(OPTIM0, optim={"single_partition_of_fp32_groups": Raw(LAUGHS[2:])}), "describes more than 2000000 values"
+        states(OPTIM0, optim={"single_partition_of_fp32_groups": Raw(LAUGHS[2:])}), "describes more than 1000000 values"
     ),
     "80 flats of two dimensions": Row(
         states(OPTIM0, optim={"single_partition_of_fp32_groups": [Tensor("0", (2, 2))]}), "expected 1-D tensors in"
