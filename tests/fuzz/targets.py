@@ -12,6 +12,7 @@ from typing import Any
 import lazyzero
 from lazyzero.container.archive import open_archive
 from lazyzero.container.objects import Opaque, Storage, TensorRef
+from lazyzero.container.safetensors import read_header
 from lazyzero.container.source import POOL, Source
 from lazyzero.container.storages import storage_identity
 from lazyzero.container.tape import Tape
@@ -48,6 +49,12 @@ def archive(data: bytes, root: Path) -> None:
     for ref in _tensors(open_archive(path).root):
         tensor = LazyTensor("t", ref.shape, View(ref), "module")
         read(tensor, 0, min(tensor.numel, _MOST_READ))
+
+
+def safetensors(data: bytes, root: Path) -> None:
+    """A file that may be safetensors, as a base model's are."""
+    for ref in read_header(write(root / "a.safetensors", data)).values():
+        read(LazyTensor("t", ref.shape, View(ref), "module"), 0, min(ref.numel, _MOST_READ))
 
 
 def _tensors(value: Any) -> Iterator[TensorRef]:
@@ -164,6 +171,7 @@ def _read_all(root: Path, state: str | None) -> None:
 TARGETS: dict[str, Callable[[bytes, Path], None]] = {
     "archive": archive,
     "unpickler": unpickler,
+    "safetensors": safetensors,
     "discovery": discovery,
     "layout": layout,
     "real-layout": real_layout,

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import lazyzero
+from lazyzero.cli import main
 from lazyzero.errors import CheckpointNotFound, LazyZeroError, ReadError
 from tests.forge import Tensor, archive, text, write
 from tests.hostile.bombs import BOMBS
@@ -63,6 +64,23 @@ def test_broken_input(tmp_path: Path, row: str) -> None:
         lazyzero.open_checkpoint(tmp_path / "root")
     assert time.process_time() - start < SECONDS
     assert_one_line(str(caught.value), path, ROWS[row].told)
+
+
+@pytest.mark.parametrize("command", ["inspect", "convert"])
+@pytest.mark.parametrize("row", ROWS)
+def test_broken_input_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], row: str, command: str
+) -> None:
+    """The row ends in exit code 1, one line on standard error, nothing on standard output, and no output directory."""
+    path = ROWS[row].make(tmp_path / "root")
+    out = tmp_path / "out"
+    assert main([command, str(tmp_path / "root"), *([str(out)] if command == "convert" else [])]) == 1
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert str(path) in line
+    assert line.isprintable()
+    assert printed.out == ""
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("row", BOMBS)
