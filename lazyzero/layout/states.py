@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
 
 _MOST_NAMES = 200_000  # more than twice what the model with the most experts has
-_MOST_VALUES = 2_000_000  # in what DeepSpeed itself writes, each counted as often as it is met
+_MOST_VALUES = 1_000_000  # in what DeepSpeed itself writes, each counted as often as it is met
 _MOST_DIMENSIONS = 64
 _MOST_ELEMENTS = 1 << 48
 
@@ -65,7 +65,7 @@ def read_model(path: str, *, without_module: bool = False) -> ModelStates:
         read_shapes(path, root.get("param_shapes")),
         _shapes(path, root.get("frozen_param_shapes") or {}, "frozen_param_shapes"),
         tensors(path, root.get("frozen_param_fragments") or {}, "frozen_param_fragments"),
-        _shared(root.get("shared_params")),
+        _shared(path, root.get("shared_params")),
         version_of(root),
         root,
         frozenset(name for name, value in saved.items() if _is_other_tensor(value)),
@@ -236,10 +236,12 @@ def is_shape(value: Any) -> bool:
     return count < _MOST_ELEMENTS
 
 
-def _shared(value: Any) -> dict[str, str]:
+def _shared(path: str, value: Any) -> dict[str, str]:
     if not isinstance(value, dict):
         return {}
-    return {alias: owner for alias, owner in value.items() if _is_str(alias) and _is_str(owner)}
+    for name in (*named(path, value, "shared_params"), *value.values()):
+        check_name(path, name)
+    return dict(value)
 
 
 def _is_str(value: object) -> bool:

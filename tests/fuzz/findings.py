@@ -14,4 +14,10 @@ class Finding:
     data: bytes
 
 
-FINDINGS: tuple[Finding, ...] = ()
+FINDINGS: tuple[Finding, ...] = (
+    Finding(
+        "an alias in shared_params that is no name became an entry",
+        "real-layout",
+        b"U\x03abc}}}}}}}}MS2c\x02\xd5\xbd \x93e\xfd\x8bbS\xb1\x13\xea\xdbm\xbaA>}}}}}}}",
+    ),
+)

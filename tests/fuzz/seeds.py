@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from pathlib import Path
 
 from tests.forge import Tensor, Zip, legacy, parts, pickled, storages_of
-from tests.fuzz.real import CASES
 from tests.hostile.checkpoints import LAYOUTS, archive
 from tests.hostile.pickles import encoded, hostile
+from tests.hostile.real import CASES
 
 _DATA = Path(__file__).parents[1] / "data"
 _SMALL = 24 << 10  # bytes
@@ -41,6 +43,13 @@ def _archives() -> list[bytes]:
     return found
 
 
+def _safetensors() -> list[bytes]:
+    header = {"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, "__metadata__": {"format": "pt"}}
+    more = {**header, "b": {"dtype": "BF16", "shape": [], "data_offsets": [24, 26]}, "c": [1, {"d": None}]}
+    texts = [json.dumps(each).encode() for each in (header, more, {}, {"b": more["b"]})]
+    return [struct.pack("<Q", len(text)) + text + bytes(26) for text in texts]
+
+
 def _decisions() -> list[bytes]:
     return [bytes([value] * 16) for value in range(0, 256, 5)] + [
         bytes(range(start, start + 40)) for start in range(0, 200, 9)
@@ -62,6 +71,7 @@ def _layout_pickles() -> list[bytes]:
 _BY_TARGET = {
     "archive": _archives,
     "unpickler": _pickles,
+    "safetensors": _safetensors,
     "discovery": _decisions,
     "layout": _decisions,
     "real-layout": _cases,

@@ -12,6 +12,7 @@ from typing import Any
 import lazyzero
 from lazyzero.container.archive import open_archive
 from lazyzero.container.objects import Opaque, Storage, TensorRef
+from lazyzero.container.safetensors import read_header
 from lazyzero.container.source import POOL, Source
 from lazyzero.container.storages import storage_identity
 from lazyzero.container.tape import Tape
@@ -20,11 +21,11 @@ from lazyzero.errors import LazyZeroError
 from lazyzero.gather import read
 from lazyzero.layout.discover import find_tag_dir, list_files
 from lazyzero.tensor import LazyTensor, View
-from tests.forge import Zip, parts, pickled, storages_of, write
+from tests.forge import Zip, parts, pickled, write
 from tests.fuzz.choice import Choice
-from tests.fuzz.real import CASES, described
 from tests.fuzz.values import edited
 from tests.hostile.checkpoints import LAYOUTS, TAG
+from tests.hostile.real import CASES, described, written
 
 _STORAGES = {str(key): bytes(64) for key in range(8)}
 _MOST_READ = 1 << 16  # elements of a tensor that are read
@@ -48,6 +49,12 @@ def archive(data: bytes, root: Path) -> None:
     for ref in _tensors(open_archive(path).root):
         tensor = LazyTensor("t", ref.shape, View(ref), "module")
         read(tensor, 0, min(tensor.numel, _MOST_READ))
+
+
+def safetensors(data: bytes, root: Path) -> None:
+    """A file that may be safetensors, as a base model's are."""
+    for ref in read_header(write(root / "a.safetensors", data)).values():
+        read(LazyTensor("t", ref.shape, View(ref), "module"), 0, min(ref.numel, _MOST_READ))
 
 
 def _tensors(value: Any) -> Iterator[TensorRef]:
@@ -132,9 +139,7 @@ def real_layout(data: bytes, root: Path) -> None:
             files[choice.of(sorted(files))] = files[name]
         elif not isinstance(files[name], bytes):
             files[name] = edited(files[name], choice)
-    for name, value in files.items():
-        raw = isinstance(value, bytes)
-        write(root / TAG / name, value if raw else Zip(parts(pickled(value), storages_of(value))).write())
+    written(root / TAG, files)
     _read_all(root, choice.of((None, None, None, "exp_avg")))
 
 
@@ -166,6 +171,7 @@ def _read_all(root: Path, state: str | None) -> None:
 TARGETS: dict[str, Callable[[bytes, Path], None]] = {
     "archive": archive,
     "unpickler": unpickler,
+    "safetensors": safetensors,
     "discovery": discovery,
     "layout": layout,
     "real-layout": real_layout,

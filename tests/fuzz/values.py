@@ -101,7 +101,7 @@ def any_value(choice: Choice, depth: int = 0) -> Any:
     if kind == 3:
         return choice.of(_NAMES)
     if kind == 4:
-        return _LAUGHS
+        return _LAUGHS if choice.byte() % 8 == 0 else choice.of(_NAMES)
     if kind == 5:
         return choice.of(_CALLS)
     if kind == 6:

@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 
 import lazyzero
+from lazyzero.cli import main
 from lazyzero.errors import CheckpointNotFound, LazyZeroError, ReadError
 from tests.forge import Tensor, archive, text, write
+from tests.hostile.bombs import BOMBS
 from tests.hostile.checkpoints import TAG, stage0, zero2, zero3
-from tests.hostile.rows import BOMBS, MODEL, ROWS, named
+from tests.hostile.rows import MODEL, ROWS, named
 
 SECONDS = 2
 MEMORY = 256 << 20  # bytes of the whole process, Python and numpy included
@@ -62,6 +64,23 @@ def test_broken_input(tmp_path: Path, row: str) -> None:
         lazyzero.open_checkpoint(tmp_path / "root")
     assert time.process_time() - start < SECONDS
     assert_one_line(str(caught.value), path, ROWS[row].told)
+
+
+@pytest.mark.parametrize("command", ["inspect", "convert"])
+@pytest.mark.parametrize("row", ROWS)
+def test_broken_input_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], row: str, command: str
+) -> None:
+    """The row ends in exit code 1, one line on standard error, nothing on standard output, and no output directory."""
+    path = ROWS[row].make(tmp_path / "root")
+    out = tmp_path / "out"
+    assert main([command, str(tmp_path / "root"), *([str(out)] if command == "convert" else [])]) == 1
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert str(path) in line
+    assert line.isprintable()
+    assert printed.out == ""
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("row", BOMBS)
@@ -210,6 +229,18 @@ def test_aliases_in_one_long_chain(tmp_path: Path) -> None:
         assert len(checkpoint.tied) == (50_001 if end == "w" else 0)
         assert set(checkpoint.tied.values()) <= {"w"}
     assert time.process_time() - start < 3 * SECONDS
+
+
+def test_masters_that_are_all_alike(tmp_path: Path) -> None:
+    """Ten thousand equal tensors and their masters without names: not compared all with all, the 16-bit values are used."""
+    count = 10_000
+    module = {f"p{i}": Tensor("0", (1,), (1,), i, count, "HalfStorage") for i in range(count)}
+    root = stage0(tmp_path, model={"module": module, "optimizer": {"fp32_groups_flat": [Tensor("1", (count,))]}})
+    start = time.process_time()
+    checkpoint = lazyzero.open_checkpoint(root)
+    assert time.process_time() - start < SECONDS
+    assert {str(tensor.dtype) for tensor in checkpoint.values()} == {"float16"}
+    assert "have no fp32 master that is theirs alone" in checkpoint.warnings[0]
 
 
 def test_opening_holds_little_memory() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from lazyzero.container.archive import open_archive
 from lazyzero.container.builders import Builder, StorageClass
 from lazyzero.container.objects import Global, Opaque, Skipped, TensorRef
 from lazyzero.dtypes import STORAGE_CLASSES, DType
-from tests.forge import Call, Raw, Tensor, global_
+from tests.forge import Call, Raw, Tensor, Zip, global_, parts, pickled, storages_of, write
+from tests.hostile.checkpoints import TAG, Changes, changed
 
 _DATA = Path(__file__).parents[1] / "data"
 _KINDS = {dtype: f"{kind}" for kind, dtype in reversed(STORAGE_CLASSES.items())}
@@ -36,6 +38,26 @@ def described(case: str) -> dict[str, Any]:
         elif path.is_file():
             found[str(path.relative_to(root))] = path.read_bytes()[:_LARGEST]
     return found
+
+
+def written(directory: Path, files: dict[str, Any]) -> Path:
+    """Writes such files; storages are full of zeros."""
+    for name, value in files.items():
+        raw = isinstance(value, bytes)
+        write(directory / name, value if raw else Zip(parts(pickled(value), storages_of(value))).write())
+    return directory
+
+
+def real(case: str, name: str, change: Changes) -> Callable[[Path], Path]:
+    """A real checkpoint in which the dict of one file is changed."""
+
+    def make(root: Path) -> Path:
+        files = dict(described(case))
+        files[name] = changed(files[name], change)
+        written(root / TAG, files)
+        return root / TAG / name
+
+    return make
 
 
 def _plain(value: Any, storages: dict[int, str], depth: int = 0) -> Any:
