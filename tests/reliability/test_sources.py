@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +70,14 @@ CHANGES = (
 
 def at_window(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], object], *, after: bool = False) -> None:
     """Has something happen just before the `number`-th window of the run is read, or just after."""
-    fill, calls = stream.Buffers.fill, list[int]()
+    fill, calls = stream.Buffers.fill, count(1)
 
     def counting(self: Any, *args: Any, **named: Any) -> memoryview:
-        calls.append(1)
-        if len(calls) == number and not after:
+        here = next(calls) == number
+        if here and not after:
             act()
         data = fill(self, *args, **named)
-        if len(calls) == number and after:
+        if here and after:
             act()
         return data
 
