@@ -9,12 +9,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
+from lazyzero.cli import main
 from lazyzero.export import journal
 from tests.layout.made import values, zero3
 from tests.reliability.crash import contents, hold
@@ -34,6 +37,7 @@ KINDS = (
 
 def make_checkpoint(directory: Path, megabytes: int = 12) -> Path:
     """A ZeRO-3 checkpoint of two ranks, its parameters of many sizes."""
+    torch.set_num_threads(1)  # threads would not survive a fork
     count, sizes = megabytes * 262144, [1 << 20, 70_001, 262_144, 999, 1, 524_289]
     group: dict[str, torch.Tensor] = {}
     while count > 0:
@@ -45,6 +49,63 @@ def make_checkpoint(directory: Path, megabytes: int = 12) -> Path:
     return directory
 
 
+class Run:
+    """A command line of lazyzero in a process group of its own: a new interpreter, or (`forked`) a copy of this one, which
+    has everything imported and is killed while it works rather than while it starts."""
+
+    def __init__(self, words: list[str], *, forked: bool, log: Path) -> None:
+        self._log = log
+        if forked:
+            self._process = get_context("fork").Process(target=_main, args=(words, log))
+            self._process.start()
+        else:
+            self._process = Popened([sys.executable, "-m", "lazyzero", *words], log)
+        self.pid = self._process.pid
+
+    def ended(self, seconds: float) -> bool:
+        """Waits so long at most."""
+        self._process.join(seconds)
+        return self._process.exitcode is not None
+
+    def kill(self) -> None:
+        """SIGKILL to it and what it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid or 0, signal.SIGKILL)
+
+    def code(self) -> int:
+        """The exit code; anything but success and SIGKILL is a failure of the test."""
+        self._process.join()
+        code = self._process.exitcode
+        assert code in (0, -signal.SIGKILL), self._log.read_text()
+        return int(code)
+
+
+class Popened:
+    """A subprocess with the methods of a multiprocessing.Process."""
+
+    def __init__(self, command: list[str], log: Path) -> None:
+        with log.open("wb") as file:
+            root = Path(__file__).parents[2]
+            self._process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True, cwd=root)
+        self.pid = self._process.pid
+
+    @property
+    def exitcode(self) -> int | None:
+        return self._process.poll()
+
+    def join(self, seconds: float | None = None) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+
+
+def _main(words: list[str], log: Path) -> None:
+    os.setsid()
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os._exit(main(words))
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
     """One kind of conversion in a directory of its own."""
@@ -52,6 +113,7 @@ class Trial:
     checkpoint: Path
     directory: Path
     kind: tuple[str, ...]
+    forked: bool = False
 
     @property
     def output(self) -> Path:
@@ -61,18 +123,12 @@ class Trial:
     def taken(self) -> Path:
         return self.directory / "taken"
 
-    def start(self, output: Path) -> subprocess.Popen[bytes]:
-        """Begins a conversion in a process group of its own."""
+    def start(self) -> Run:
+        """Begins a conversion."""
         self.taken.mkdir(parents=True, exist_ok=True)
         options = [word.replace("{taken}", str(self.taken)) for word in self.kind]
-        command = [sys.executable, "-m", "lazyzero", "convert", str(self.checkpoint), str(output), *options]
-        return subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            cwd=Path(__file__).parents[2],
-        )
+        words = ["convert", str(self.checkpoint), str(self.output), *options]
+        return Run(words, forked=self.forked, log=self.directory / "log")
 
     def found(self) -> dict[str, bytes]:
         """All files there are, taken away or not."""
@@ -81,12 +137,11 @@ class Trial:
     def undisturbed(self) -> tuple[dict[str, bytes], float, float]:
         """What a run gives that nothing happens to, when it began to write, and how long it took, in seconds."""
         began, wrote = time.monotonic(), 0.0
-        with self.start(self.output) as process:
-            while process.poll() is None:
-                if not wrote and self.output.exists():
-                    wrote = time.monotonic() - began
-                time.sleep(0.001)
-            assert process.returncode == 0, process.stdout and process.stdout.read()
+        run = self.start()
+        while not run.ended(0.001):
+            if not wrote and self.output.exists():
+                wrote = time.monotonic() - began
+        assert run.code() == 0
         took = time.monotonic() - began
         whole = self.found()
         opens(self.directory, whole)
@@ -101,13 +156,10 @@ class Trial:
 
     def killed(self, after: float) -> bool:
         """A run that is killed `after` so many seconds; False when it was done before."""
-        with self.start(self.output) as process:
-            try:
-                process.wait(after)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-            assert process.wait() in (0, -signal.SIGKILL), process.stdout and process.stdout.read()
-        return process.returncode != 0
+        run = self.start()
+        if not run.ended(after):
+            run.kill()
+        return run.code() != 0
 
 
 def opens(directory: Path, files: dict[str, bytes]) -> None:
@@ -124,22 +176,23 @@ def opens(directory: Path, files: dict[str, bytes]) -> None:
             path.unlink()
 
 
-def run(checkpoint: Path, directory: Path, kills: Sequence[int], seed: int) -> int:
+def run(checkpoint: Path, directory: Path, kills: Sequence[int], seed: int, *, forked: bool = False) -> int:
     """Kills conversions of each kind as often as `kills` says, and goes on after each; the number of runs it took."""
     chance, runs = random.Random(seed), 0
     for number, wanted in enumerate(kills):
         if not wanted:
             continue
-        trial = Trial(checkpoint, directory / str(number), KINDS[number])
+        trial = Trial(checkpoint, directory / str(number), KINDS[number], forked)
         whole, wrote, took = trial.undisturbed()
         while wanted:
             # One time in five anywhere, else while it writes.
             first = 0.0 if chance.random() < 0.2 else wrote * 0.95
             runs += 1
-            if trial.killed(chance.uniform(first, took)):
-                wanted -= 1
-                hold(trial.found(), whole)
-            if chance.random() < 0.15 or not wanted:
+            killed = trial.killed(chance.uniform(first, took))
+            hold(trial.found(), whole)
+            wanted -= killed
+            took *= 1 if killed else 0.9  # it is faster than the first time
+            if not killed or not wanted or chance.random() < 0.15:
                 finish(trial, whole)
                 runs += 1
     return runs

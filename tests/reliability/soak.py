@@ -16,13 +16,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=time.time_ns() % 100_000)
+    parser.add_argument("--megabytes", type=int, default=48, help="of the checkpoint")
+    parser.add_argument("--forked", action="store_true", help="do not start an interpreter for each run")
     args = parser.parse_args()
     sys.stdout.write(f"{args.kills} kills, seed {args.seed}\n")
     with tempfile.TemporaryDirectory() as directory:
-        checkpoint = kills.make_checkpoint(Path(directory) / "checkpoint", megabytes=48)
+        checkpoint = kills.make_checkpoint(Path(directory) / "checkpoint", args.megabytes)
         kinds = len(kills.KINDS)
         each = [(args.kills + number) // kinds for number in range(kinds)]
-        runs = kills.run(checkpoint, Path(directory), each, args.seed)
+        runs = kills.run(checkpoint, Path(directory), each, args.seed, forked=args.forked)
     sys.stdout.write(f"{runs} runs, {args.kills} of them killed: whole at every kill, the same bytes in the end\n")
 
 

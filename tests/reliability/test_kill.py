@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.reliability import kills
-
 ROOT = Path(__file__).parents[2]
 CASE = ROOT / "tests" / "data" / "b_z3_tied_triple" / "checkpoint"
 
@@ -56,7 +54,9 @@ def test_at_every_call(place: Path, mode: str, step: int, options: dict[str, Any
     assert int(run.stdout) > 5
 
 
-def test_at_random_moments(tmp_path: Path) -> None:
-    """The same for the command line and 15 kills at random, over formats, shards, workers, checksums, --on-shard."""
-    checkpoint = kills.make_checkpoint(tmp_path / "checkpoint")
-    assert kills.run(checkpoint, tmp_path, (4, 4, 3, 1, 3), seed=4) >= 15
+def test_at_random_moments() -> None:
+    """The same for the command line, 15 kills at random, over formats, shards, workers, checksums, --on-shard, --io."""
+    command = [sys.executable, "-m", "tests.reliability.soak", "--kills", "15", "--seed", "4", "--megabytes", "12"]
+    soak = subprocess.run([*command, "--forked"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert soak.returncode == 0, soak.stderr[-2000:]
+    assert "15 of them killed" in soak.stdout
