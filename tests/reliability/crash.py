@@ -3,7 +3,7 @@
     python -m tests.reliability.crash CHECKPOINT DIRECTORY MODE STEP '{"format": "safetensors", ...}'
 
 A process of its own, without threads, so that it can fork: importing once makes a kill cost milliseconds. MODE is `plain`,
-`taken` (each file is moved away as it is finished) or `overwrite` (over a finished export of another kind); of all the calls every
+`taken` (each file is moved away as it is finished), `overwrite` or `merge` (over a finished export of another kind); of all the calls every
 STEP-th is taken. It prints how many kills there were; an assertion fails when a guarantee does not hold.
 """
 
@@ -16,12 +16,15 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import lazyzero
 from lazyzero.export import journal, kernel, outdir, torch_bin
+from lazyzero.export.api import export
+from lazyzero.export.options import make_options
 from lazyzero.export.sink import TEMPORARY
 
 _CALLS = (
@@ -56,6 +59,11 @@ def kill_at(number: int) -> None:
 
 def convert(checkpoint: str, output: Path, taken: Path | None, options: dict[str, Any]) -> None:
     """One run; with `taken` each finished file is moved there."""
+    if options.get("merge"):
+        chosen = {name: value for name, value in options.items() if name != "merge"}
+        with lazyzero.open_checkpoint(checkpoint) as opened:
+            export(opened, output, replace(make_options(**chosen), merge=True))
+        return
     hook = None if taken is None else lambda file: os.replace(file.path, taken / file.path.name)
     lazyzero.convert(checkpoint, output, on_shard=hook, **options)
 
@@ -90,7 +98,9 @@ def hold(found: dict[str, bytes], *whole: dict[str, bytes]) -> None:
         strangers
     )
     for index in (name for name in names if name.endswith(".index.json")):
-        assert any(found[index] == export.get(index) and set(export) <= {*found} for export in whole), "looks finished"
+        assert any(found[index] == export.get(index) and set(export) <= {*found, journal.NAME} for export in whole), (
+            "looks finished"
+        )
     if journal.NAME in found:
         json.loads(found[journal.NAME])
 
@@ -106,12 +116,13 @@ def main(checkpoint: str, directory: Path, mode: str, step: int, options: dict[s
     whole, before = contents(reference), contents(other)
     output, taken = directory / "output", directory / "taken"
     moved = taken if mode == "taken" else None
-    again = {**options, "overwrite": True} if mode == "overwrite" else options
+    over = mode in ("overwrite", "merge")
+    again = {**options, mode: True} if over else options
     for number in count(1, step):
         shutil.rmtree(output, ignore_errors=True)
         shutil.rmtree(taken, ignore_errors=True)
         taken.mkdir()
-        if mode == "overwrite":
+        if over:
             shutil.copytree(other, output)
 
         def killed(number: int = number) -> None:
@@ -120,11 +131,14 @@ def main(checkpoint: str, directory: Path, mode: str, step: int, options: dict[s
 
         done = in_child(killed)
         found = contents(output) if output.exists() else {}
-        hold(found | contents(taken), whole, before if mode == "overwrite" else {})
+        hold(found | contents(taken), whole, before if over else {})
         in_child(lambda: convert(checkpoint, output, moved, again))
         after = contents(output) | contents(taken)
-        assert {**after, journal.NAME: b""} == {**whole, journal.NAME: b""}, f"another result after a kill at {number}"
-        if moved is None:
+        expected = before | whole if mode == "merge" else whole
+        assert {**after, journal.NAME: b""} == {**expected, journal.NAME: b""}, (
+            f"another result after a kill at {number}"
+        )
+        if mode in ("plain", "overwrite"):
             assert after == whole, f"another journal after a kill at {number}"
         if done:
             return number // step

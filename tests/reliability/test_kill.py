@@ -37,6 +37,7 @@ def place(tmp_path: Path) -> Iterator[Path]:
         ("plain", 25, {"format": "bin", "workers": 2}),
         ("taken", 11, {"workers": 1}),
         ("overwrite", 7, {"workers": 1}),
+        ("merge", 9, {"workers": 1}),
     ],
 )
 def test_at_every_call(place: Path, mode: str, step: int, options: dict[str, Any]) -> None:
