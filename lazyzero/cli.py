@@ -106,6 +106,8 @@ def run_convert(args: argparse.Namespace) -> int:
 def _to_stdout(checkpoint: Checkpoint, args: argparse.Namespace, options: Options, progress: Progress) -> None:
     if args.verify or args.on_shard or args.json:
         raise InvalidRequest("--verify, --on-shard and --json need a directory to write to, not standard output")
+    if sys.__stdout__ is None:
+        raise InvalidRequest("standard output is closed; redirect it: lazyzero convert CKPT - > model.safetensors")
     if sys.stdout.isatty():
         raise InvalidRequest("standard output is a terminal; redirect it: lazyzero convert CKPT - > model.safetensors")
     watch = FiniteWatch() if args.check_finite else None
@@ -220,8 +222,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     return guarded(lambda: _RUN[args.command](args), hint=_hint(args))
 
 
+def _open_streams() -> None:
+    """Standard streams that take any file name, and where they were closed, nothing.
+
+    No file of ours may come by the number of a closed one: what others write to it would end up there.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115 - for as long as the process lives
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def program() -> NoReturn:
     """The command `lazyzero`. After a signal nothing is waited for any more: to take down torch alone is a second."""
+    _open_streams()
     code = main()
     if code in (130, 143):
         with suppress(OSError):

@@ -21,6 +21,7 @@ class MemoryTrace:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
         self._stop = threading.Event()
+        self._error: OSError | None = None
         self._thread = threading.Thread(target=self._run, name="lazyzero-trace", daemon=True)
 
     def __enter__(self) -> MemoryTrace:
@@ -34,16 +35,24 @@ class MemoryTrace:
         return self
 
     def _run(self) -> None:
-        while True:
-            now = status()
-            row = ",".join(str(now.get(column, 0)) for column in _COLUMNS)
-            self._file.write(f"{time.monotonic() - self._began:.3f},{row}\n")
-            if self._stop.wait(_EVERY):
-                return
+        try:
+            while True:
+                now = status()
+                row = ",".join(str(now.get(column, 0)) for column in _COLUMNS)
+                self._file.write(f"{time.monotonic() - self._began:.3f},{row}\n")
+                if self._stop.wait(_EVERY):
+                    return
+        except OSError as error:
+            self._error = error
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop.set()
         self._thread.join()
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as late:
+            self._error = self._error or late
+        if self._error is not None and error is None:
+            raise write_error(self._path, "written", self._error)

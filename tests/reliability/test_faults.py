@@ -327,6 +327,35 @@ def test_standard_output(code: int, place: Path, tmp_path: Path, monkeypatch: py
     assert (tmp_path / "stream").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize("kind", range(len(KINDS)))
+def test_what_is_flushed_before_what(kind: int, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file is on disk before it gets its name, the directory after it; the journal knows of it first; the index is last."""
+    events: list[tuple[str, str]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def flushing(fd: int) -> None:
+        events.append(("flush", os.readlink(f"/proc/self/fd/{fd}")))
+        fsync(fd)
+
+    def renaming(old: Path, new: Path) -> None:
+        events.append(("rename", str(new)))
+        assert events[-2:] and ("flush", str(old)) in events, "renamed before it was on disk"
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", flushing)
+    monkeypatch.setattr(os, "replace", renaming)
+    output = tmp_path / "out"
+    assert attempt(place, kind, output) is None
+    assert events[0] == ("flush", str(tmp_path)), "the directory itself"
+    names = [Path(name).name for what, name in events if what == "rename"]
+    assert names[0::2] == [".lazyzero.json"] * (len(names) // 2)
+    assert sorted(names[1::2]) == sorted(contents(output))
+    assert names[-1].endswith(".index.json")
+    for at, (what, _) in enumerate(events):
+        if what == "rename":
+            assert events[at + 1] == ("flush", str(output))
+
+
 def test_cleaning_up_fails_too(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where temporary files cannot be removed either, the first error is the one that is told."""
     refuse = fails(errno.EPERM)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import lazyzero
 from lazyzero.cli import main
 from lazyzero.errors import LazyZeroError, NotEnoughSpace, OutputRefused, WriteError
 from lazyzero.export import kernel
+from lazyzero.export.trace import MemoryTrace
 from tests.files import contents, state
 from tests.generator.simple import module_only, usual
 
@@ -170,14 +173,41 @@ def test_a_stream_into_a_full_disk(checkpoint: Path, mount: Mount) -> None:
     """A redirection to a file: exit code 1, one line; no reader takes what is there for whole."""
     place = mount(500)
     with (place / "stream").open("wb") as file:
-        command = [*("python", "-m", "lazyzero", "convert"), str(checkpoint), "-"]
-        import sys
-
-        done = subprocess.run(
-            [sys.executable, *command[1:]], stdout=file, stderr=subprocess.PIPE, text=True, check=False
-        )
+        command = [sys.executable, "-m", "lazyzero", "convert", str(checkpoint), "-"]
+        done = subprocess.run(command, stdout=file, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith("lazyzero: error: standard output: could not be written: No space left")
     data = (place / "stream").read_bytes()
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     assert len(data) < max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
+
+
+def test_a_memory_trace_that_cannot_be_written(checkpoint: Path, tmp_path: Path) -> None:
+    """A full disk under the trace is told at the end, in one line; what was converted is there."""
+    with pytest.raises(NotEnoughSpace, match="/dev/full: could not be written"), MemoryTrace("/dev/full"):
+        lazyzero.convert(checkpoint, tmp_path / "out")
+    assert lazyzero.verify(checkpoint, tmp_path / "out").ok
+    with pytest.raises(WriteError, match="could not be opened"), MemoryTrace(tmp_path):
+        raise AssertionError("unreachable")
+
+
+def test_names_that_are_not_unicode(tmp_path: Path) -> None:
+    """A directory whose name is no text is written to and spoken of all the same."""
+    checkpoint = usual(tmp_path / "ckpt").root
+    output = os.fsencode(tmp_path) + b"/out\xff\n"
+    command = [sys.executable, "-m", "lazyzero"]
+    for words in (["convert", str(checkpoint), output], ["verify", str(checkpoint), output]):
+        environment = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+        done = subprocess.run([*command, *words], capture_output=True, check=False, env=environment)
+        assert done.returncode == 0, done.stderr
+        assert b"Traceback" not in done.stderr
+
+
+def test_closed_streams(tmp_path: Path) -> None:
+    """`>&-` and `2>&-`, as daemons have it: the conversion is made; to standard output there is none."""
+    checkpoint = usual(tmp_path / "ckpt").root
+    command = f"{sys.executable} -m lazyzero convert {checkpoint}"
+    assert subprocess.run(f"{command} {tmp_path}/out >&- 2>&-", shell=True, check=False).returncode == 0
+    assert lazyzero.verify(checkpoint, tmp_path / "out").ok
+    assert subprocess.run(f"{command} - >&- 2>{tmp_path}/said", shell=True, check=False).returncode == 2
+    assert "standard output is closed" in (tmp_path / "said").read_text()

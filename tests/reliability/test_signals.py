@@ -10,11 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import lazyzero
 from lazyzero.cli import main
 from tests.files import contents
-from tests.generator.simple import usual
+from tests.generator.simple import module_only, usual
 
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
@@ -111,6 +112,23 @@ def test_a_stream(number: int, tmp_path: Path) -> None:
     written, whole = (tmp_path / "stream").read_bytes(), (tmp_path / "whole" / "model.safetensors").read_bytes()
     assert 8 < len(written) < len(whole)
     assert whole.startswith(written)
+
+
+@pytest.mark.parametrize("number", CODES)
+def test_a_stream_that_nobody_reads(number: int, tmp_path: Path) -> None:
+    """A pipe that is full does not hold it."""
+    checkpoint = module_only(tmp_path / "ckpt", {"w": torch.zeros(10**6)})
+    command = [sys.executable, "-m", "lazyzero", "convert", str(checkpoint), "-"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)
+        time.sleep(0.3)  # the pipe fills up
+        process.send_signal(number)
+        began = time.monotonic()
+        assert process.wait(20) == CODES[signal.Signals(number)]
+        assert time.monotonic() - began < 1
+        assert b"not a whole file" in process.stderr.read()
 
 
 @pytest.mark.parametrize("number", CODES)
