@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from lazyzero.errors import NotEnoughSpace, OutputRefused
+from lazyzero.errors import InvalidRequest, NotEnoughSpace, OutputRefused
 from lazyzero.export import journal
 from lazyzero.export.sink import TEMPORARY, sync_directory, write_errors
 from lazyzero.export.units import show_size
@@ -53,6 +53,8 @@ def opened(output: Path, *, tag: Path) -> Iterator[None]:
 
 
 def _refuse_place(output: Path, tag: Path) -> None:
+    if "\0" in str(output):
+        raise InvalidRequest(f"{str(output)!r:.200}: has a NUL in it; no file name does")
     where, forbidden = Path(os.path.realpath(output)), Path(os.path.realpath(tag))
     if where == forbidden or forbidden in where.parents:
         raise OutputRefused(
@@ -68,7 +70,8 @@ def _make(output: Path, made: list[Path]) -> None:
         if not path.exists():
             path.mkdir(exist_ok=True)
             made.append(path)
-            sync_directory(path.parent)
+            with contextlib.suppress(PermissionError):  # a parent that may be entered, not read
+                sync_directory(path.parent)
 
 
 def _lock(output: Path) -> int:

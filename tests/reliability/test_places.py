@@ -15,7 +15,7 @@ import torch
 
 import lazyzero
 from lazyzero.cli import main
-from lazyzero.errors import LazyZeroError, NotEnoughSpace, OutputRefused, WriteError
+from lazyzero.errors import InvalidRequest, LazyZeroError, NotEnoughSpace, OutputRefused, WriteError
 from lazyzero.export import kernel
 from lazyzero.export.trace import MemoryTrace
 from tests.files import contents, state
@@ -155,6 +155,13 @@ def test_something_else_in_the_place_of_the_directory(number: int, tmp_path: Pat
     assert "\n" not in str(raised.value)
     assert state(tmp_path) == before
     assert main(["convert", str(checkpoint), str(tmp_path / output)]) == 1
+
+
+def test_a_name_that_none_can_have(tmp_path: Path) -> None:
+    """A NUL is an argument that cannot be honoured, not a crash."""
+    checkpoint = usual(tmp_path / "ckpt").root
+    with pytest.raises(InvalidRequest, match="NUL"):
+        lazyzero.convert(checkpoint, f"{tmp_path}/a\0b")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "SHA256SUMS", "model.safetensors.lazyzero.tmp"])
