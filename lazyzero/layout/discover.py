@@ -12,7 +12,14 @@ import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lazyzero.errors import AmbiguousCheckpoint, CheckpointNotFound, InconsistentCheckpoint, LazyZeroError, ReadError
+from lazyzero.errors import (
+    AmbiguousCheckpoint,
+    CheckpointNotFound,
+    InconsistentCheckpoint,
+    LazyZeroError,
+    ReadError,
+    one_line,
+)
 
 _OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_?optim_states\.pt")
 _ZERO_MODEL = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_model_states\.pt")
@@ -195,14 +202,19 @@ def _holds_any(directory: Path) -> bool:
 
 
 def _listed(tags: list[str]) -> str:
-    more = f" and {len(tags) - 20} more" if len(tags) > 20 else ""
-    return ", ".join(tags[:20]) + more if tags else "no other tag"
+    return _some(tags) if tags else "no other tag"
+
+
+def _some(names: list[str]) -> str:
+    """The first names, each cut where it is no name to type."""
+    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+    return ", ".join(one_line(name)[:100] for name in names[:20]) + more
 
 
 def _why_nothing(root: Path) -> str:
     inner = [name for name in _directories(root) if _tags(root / name) or os.path.exists(root / name / "latest")]
     if inner:
-        return f"holds no checkpoint itself; give one of {', '.join(inner[:20])}"
+        return f"holds no checkpoint itself; give one of {_some(inner)}"
     from lazyzero.layout.leftovers import plain_weights  # only now, when it takes a look into files to say more
 
     weights = plain_weights(root)
