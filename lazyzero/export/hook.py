@@ -6,6 +6,8 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
+from collections.abc import Iterator
 
 from lazyzero.errors import WriteError
 from lazyzero.export.report import Finished
@@ -24,18 +26,39 @@ def run_command(command: str, finished: Finished) -> None:
         "LAZYZERO_INDEX": str(finished.index),
         "LAZYZERO_COUNT": str(finished.count),
     }
-    # Its output must not mix with ours on standard output. In a session of its own, all of it can be ended with us.
-    process = subprocess.Popen(command, shell=True, env=environment, stdout=2, start_new_session=True)
+    process = None
     try:
+        with _signals_later():
+            # Its output must not mix with ours on standard output. In a session of its own, all of it can be ended with us.
+            process = subprocess.Popen(command, shell=True, env=environment, stdout=2, start_new_session=True)
         code = process.wait()
     except BaseException:
-        _end(process)
+        if process is not None:
+            _end(process)
         raise
     if code:
         raise WriteError(
             f"{finished.path}: the command for finished files ended with {code}: {command!r:.200}; "
             "the same conversion goes on from here, with this file first"
         )
+
+
+@contextlib.contextmanager
+def _signals_later() -> Iterator[None]:
+    """What a signal raises is raised at the end: in between, a process could start that nobody knows of."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+    numbers = [number for number in (signal.SIGINT, signal.SIGTERM) if callable(signal.getsignal(number))]
+    before = {number: signal.signal(number, lambda number, frame: arrived.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for late in arrived:
+            signal.raise_signal(late)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import lazyzero
 from lazyzero.cli import main
+from lazyzero.export import hook
 from tests.files import contents
 from tests.generator.simple import module_only, usual
 
@@ -153,9 +155,9 @@ def running(group: str) -> list[str]:
 def test_a_command_for_finished_files(number: int, tmp_path: Path) -> None:
     """It is ended too, with what it started; the file it had counts as not dealt with."""
     checkpoint = usual(tmp_path / "ckpt").root
-    hook = f"echo $$ >> {tmp_path}/pids; echo HANGS >&2; sleep 30; true"
+    command = f"echo $$ >> {tmp_path}/pids; echo HANGS >&2; sleep 30; true"
     words = ["convert", str(checkpoint), str(tmp_path / "out"), "--max-shard-size", "700", "--on-shard"]
-    code, took, said = stopped(number, "", [*words, hook])
+    code, took, said = stopped(number, "", [*words, command])
     assert code == CODES[signal.Signals(number)]
     assert took < 1
     assert "Traceback" not in said
@@ -163,3 +165,23 @@ def test_a_command_for_finished_files(number: int, tmp_path: Path) -> None:
     assert not running(pid)
     assert main([*words, f'mv "$LAZYZERO_PATH" {tmp_path}/']) == 0
     assert len(list(tmp_path.glob("model-*.safetensors"))) == 4
+
+
+@pytest.mark.parametrize("number", CODES)
+def test_a_signal_while_a_command_is_started(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is known by then, and ended."""
+    real = subprocess.Popen
+
+    def late(*args: Any, **named: Any) -> Any:
+        process = real(*args, **named)
+        (tmp_path / "pid").write_text(str(process.pid))
+        signal.raise_signal(number)
+        return process
+
+    monkeypatch.setattr(hook.subprocess, "Popen", late)
+    checkpoint = usual(tmp_path / "ckpt").root
+    assert (
+        main(["convert", str(checkpoint), str(tmp_path / "out"), "--on-shard", "sleep 30"])
+        == CODES[signal.Signals(number)]
+    )
+    assert not running((tmp_path / "pid").read_text())
