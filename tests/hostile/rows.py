@@ -19,7 +19,7 @@ from typing import Any
 
 from tests.forge import Part, Raw, Tensor, Zip, archive, legacy, parts, pickled, text, write
 from tests.hostile.checkpoints import TAG, WITHOUT, zero2, zero3
-from tests.hostile.real import described, real, written
+from tests.hostile.real import only, real
 
 MODEL = "mp_rank_00_model_states.pt"
 OPTIM0 = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -134,12 +134,6 @@ def lying(**lies: Any) -> bytes:
     return Zip(
         [replace(part, **lies) if part.name == "archive/data/0" else part for part in honest], zip64=True
     ).write()
-
-
-def only(root: Path, case: str, part: str) -> Path:
-    """A real checkpoint of which only some files are left."""
-    files = {name: value for name, value in described(case).items() if part in name}
-    return written(root / TAG, files)
 
 
 def swapped(root: Path) -> Path:
