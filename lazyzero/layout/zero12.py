@@ -80,7 +80,7 @@ def model_states(found: Found) -> ModelStates:
     """The model file. Raises MissingFiles."""
     if not found.files.model:
         raise MissingFiles(
-            f"{found.files.directory}: no mp_rank_{found.files.model_ranks[0]:02d}_model_states.pt; it holds the names, "
+            f"{found.files.directory}: no mp_rank_{min(found.files.model_ranks, default=0):02d}_model_states.pt; it holds the names, "
             "copy it from rank 0's node"
         )
     return read_model(found.files.model[min(found.files.model)])

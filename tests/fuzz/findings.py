@@ -20,4 +20,7 @@ FINDINGS: tuple[Finding, ...] = (
         "real-layout",
         b"U\x03abc}}}}}}}}MS2c\x02\xd5\xbd \x93e\xfd\x8bbS\xb1\x13\xea\xdbm\xbaA>}}}}}}}",
     ),
+    Finding(
+        "experts' files alone were asked for their model-parallel rank", "real-layout", b"\x08P\xb5PK\x06\x07O\x06\x07O"
+    ),
 )

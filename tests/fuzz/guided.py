@@ -29,7 +29,7 @@ def fuzz(target: str, seconds: float, seed: int, findings: Path) -> int:
     told = [line for line in done.stderr.splitlines() if "stat::number_of_executed_units" in line]
     sys.stdout.write(f"{target}: {told[0].split()[-1] if told else 'no'} inputs, exit code {done.returncode}\n")
     if done.returncode:
-        sys.stdout.write(done.stderr[-4000:] + "\n")
+        sys.stdout.write(f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}\n")
     sys.stdout.flush()
     if not any(findings.iterdir()):
         findings.rmdir()

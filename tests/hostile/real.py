@@ -60,6 +60,12 @@ def real(case: str, name: str, change: Changes) -> Callable[[Path], Path]:
     return make
 
 
+def only(root: Path, case: str, part: str) -> Path:
+    """A real checkpoint of which only some files are left."""
+    files = {name: value for name, value in described(case).items() if part in name}
+    return written(root / TAG, files)
+
+
 def _plain(value: Any, storages: dict[int, str], depth: int = 0) -> Any:
     if isinstance(value, TensorRef):
         key = storages.setdefault(id(value.storage), str(len(storages)))

@@ -19,7 +19,7 @@ from typing import Any
 
 from tests.forge import Part, Raw, Tensor, Zip, archive, legacy, parts, pickled, text, write
 from tests.hostile.checkpoints import TAG, WITHOUT, zero2, zero3
-from tests.hostile.real import real
+from tests.hostile.real import only, real
 
 MODEL = "mp_rank_00_model_states.pt"
 OPTIM0 = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -289,5 +289,8 @@ ROWS: dict[str, Row] = {
     ),
     "86 a universal checkpoint of no rank": Row(
         real("l_a_z3_bf16_w2_universal", "zero/optimizer_state.pt", {"partition_count": -2}), "expected a stage from 1 to 3"
+    ),
+    "87 experts without a model": Row(
+        lambda root: only(root, "h_z2_moe_ep2_w4", "expert"), "no mp_rank_00_model_states.pt; it holds the names"
     ),
 }  # fmt: skip

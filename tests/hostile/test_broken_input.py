@@ -173,6 +173,16 @@ def test_file_names_that_steer_terminals(tmp_path: Path) -> None:
         assert caught.value.args[0].startswith(f"{root}/")
 
 
+def test_directories_of_long_names(tmp_path: Path) -> None:
+    """Many directories whose names are all escapes do not make a message of pages."""
+    for number in range(30):
+        (tmp_path / ("\udcff" * 250 + str(number)) / "inner").mkdir(parents=True)
+        write(tmp_path / ("\udcff" * 250 + str(number)) / "latest", b"inner")
+    with pytest.raises(CheckpointNotFound, match="holds no checkpoint itself") as caught:
+        lazyzero.open_checkpoint(tmp_path)
+    assert len(str(caught.value)) < 3000
+
+
 def test_paths_that_are_none(tmp_path: Path) -> None:
     """Paths and tags no system has are not found, whatever they are."""
     zero2(tmp_path)
