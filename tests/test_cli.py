@@ -212,6 +212,16 @@ def test_a_pipe_gets_the_bytes_of_the_file(root: Path, tmp_path: Path, dtype: st
     assert out == (tmp_path / "out" / "model.safetensors").read_bytes()
 
 
+def test_a_stream_warns_on_the_other_stream(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    """Notes about a checkpoint go to standard error, the weights alone to standard output."""
+    root = module_only(tmp_path / "ckpt", {"a": torch.tensor([1.0, float("nan")]), "b": torch.ones(3)})
+    assert run("convert", root, "-", "--check-finite") == 0
+    told = capfdbinary.readouterr()
+    assert told.err == b"warning: NaN or infinity in a\n"
+    assert run("convert", root, tmp_path / "out") == 0
+    assert told.out == (tmp_path / "out" / "model.safetensors").read_bytes()
+
+
 def test_a_terminal_is_not_a_pipe(root: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are never written to a screen."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -368,6 +378,26 @@ def test_a_signal_ends_it_cleanly_and_the_same_command_goes_on(
     assert re.search(r"[0-9]+ of them were finished by an earlier run", capsys.readouterr().out)
     assert first.stat().st_mtime_ns == before
     assert not load_file(tmp_path / "out" / "model-00024-of-00024.safetensors")["t23"].any()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"), [(KeyboardInterrupt, 130, "\nlazyzero: interrupted"), (BrokenPipeError, 1, "")]
+)
+def test_interruptions_inside_the_process(
+    error: type[BaseException], code: int, told: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C, and a reader that is gone, as `main` sees them: a code and at most one line."""
+    import contextlib
+
+    def fail(*args: object, **more: object) -> None:
+        raise error
+
+    monkeypatch.setattr("lazyzero.cli.open_checkpoint", fail)
+    monkeypatch.setattr(os, "dup2", lambda *args: None)
+    with contextlib.redirect_stderr(io.StringIO()) as stream:
+        assert run("convert", root, root.parent / "out") == code
+    assert stream.getvalue().startswith(told)
+    assert stream.getvalue().count("\n") == 2 * bool(told)
 
 
 def test_a_signal_while_inspecting_gives_no_hint(root: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 import lazyzero
 from lazyzero import errors
+from tests.oracle import DATA
 
 CLASSES = [value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, Exception)]
 
@@ -81,3 +82,11 @@ def test_the_package_is_typed() -> None:
     assert (importlib.resources.files("lazyzero") / "py.typed").is_file()
     hints = typing.get_type_hints(lazyzero.convert)
     assert hints["return"] is lazyzero.Report
+
+
+def test_words_about_opening_are_for_what_is_not_open_yet() -> None:
+    """An open checkpoint is what it is; asking to open it otherwise is refused, not passed over."""
+    with lazyzero.open_checkpoint(DATA / "a_z2_bf16_w2" / "checkpoint") as checkpoint:
+        for call in (lazyzero.convert, lazyzero.verify):
+            with pytest.raises(errors.InvalidRequest, match="tag: the checkpoint is open already"):
+                call(checkpoint, "nowhere", tag="x")

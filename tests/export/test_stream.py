@@ -18,7 +18,7 @@ from lazyzero.dtypes import BFLOAT16, DTYPES, FLOAT32, DType
 from lazyzero.errors import ReadError
 from lazyzero.export import run
 from lazyzero.export.budget import Budget
-from lazyzero.export.stream import Segment, pump, windows
+from lazyzero.export.stream import Segment, _cast_bytes, pump, windows
 from lazyzero.tensor import LazyTensor, Piece
 from tests.files import contents
 from tests.generator.simple import module_only, usual
@@ -76,6 +76,26 @@ def test_strided_tensors_are_cut_anywhere(tmp_path: Path) -> None:
         assert got == converted(root, tmp_path / f"{window}-whole", Budget(1 << 22, 1), dtype="fp32")
     loaded = torch.frombuffer(bytearray(got["model.safetensors"][-tensors["t"].nbytes :]), dtype=torch.float32)
     assert torch.equal(loaded, tensors["t"].reshape(-1))
+
+
+def test_gaps_between_tiny_tensors_of_mixed_types_find_room(tmp_path: Path) -> None:
+    """Hundreds of scalars, double and half in turn, in one window: aligning each takes more than their bytes."""
+    kinds = (torch.float64, torch.bfloat16)
+    tensors = {f"t{number:03d}": torch.tensor(number / 3, dtype=kinds[number % 2]) for number in range(400)}
+    root = module_only(tmp_path / "ckpt", tensors)
+    got = converted(root, tmp_path / "out", Budget(4096, 1), dtype="fp32")
+    want = torch.stack([tensor.float() for tensor in tensors.values()])
+    assert torch.equal(torch.frombuffer(bytearray(got["model.safetensors"][-1600:]), dtype=torch.float32), want)
+
+
+@pytest.mark.parametrize("shift", range(4))
+def test_a_cast_lands_at_any_address(shift: int) -> None:
+    """The bytes are the same wherever the window begins."""
+    values = np.arange(5, dtype=np.float32) / 3
+    target = np.zeros(10 + shift, np.uint8)
+    _cast_bytes(values, target[shift:], BFLOAT16)
+    assert target[shift:].tobytes() == values.astype(BFLOAT16.numpy).tobytes()
+    assert not target[:shift].any()
 
 
 class Nowhere:

@@ -187,6 +187,54 @@ def test_a_flat_too_short_or_too_long_is_counted(tmp_path: Path) -> None:
             lazyzero.open_checkpoint(truth.root)
 
 
+@pytest.mark.parametrize(("stage", "key"), [(1, "single_partition_of_fp32_groups"), (3, "fp32_flat_groups")])
+def test_flats_of_different_dtypes_are_refused(stage: int, key: str, tmp_path: Path) -> None:
+    """A rank whose masters are fp16 beside one whose are fp32; the dtypes are named."""
+    truth = usual(tmp_path / "ckpt", stage=stage)
+
+    def half(state: Any) -> None:
+        flats = state["optimizer_state_dict"][key]
+        flats[:] = [flat.half() for flat in flats]
+
+    edit(optim(truth, 1), half)
+    with pytest.raises(InconsistentCheckpoint, match=r"float16.*float32"):
+        lazyzero.open_checkpoint(truth.root)
+
+
+def test_sub_groups_of_different_dtypes_are_refused(tmp_path: Path) -> None:
+    """Within one rank."""
+    truth = usual(tmp_path / "ckpt", stage=3)
+
+    def half(state: Any) -> None:
+        flats = state["optimizer_state_dict"]["fp32_flat_groups"]
+        flats[0] = flats[0].half()
+
+    edit(optim(truth, 0), half)
+    with pytest.raises(InconsistentCheckpoint, match=r"sub-groups of one dtype, found float16, float32"):
+        lazyzero.open_checkpoint(truth.root)
+
+
+@pytest.mark.parametrize("paddings", [[[0]], [[0, -1, 0, 0], [0, 0]], [["x", 0], [0, 0]]])
+def test_alignment_paddings_that_cannot_be_are_counted(paddings: list[Any], tmp_path: Path) -> None:
+    """Too few, negative, or no numbers: the group, how many there are, how many parameters."""
+    truth = usual(tmp_path / "ckpt", stage=2)
+    for rank in (0, 1):
+        edit(optim(truth, rank), change("param_alignment_paddings", paddings))
+    with pytest.raises(
+        InconsistentCheckpoint, match=r"group 0 records [0-9]+ alignment paddings for [0-9]+ parameters"
+    ):
+        lazyzero.open_checkpoint(truth.root)
+
+
+@pytest.mark.parametrize("paddings", [None, [0], ["a", "b"]])
+def test_paddings_that_are_not_recorded_follow_from_the_version(paddings: object, tmp_path: Path) -> None:
+    """Where the files cut their tails, nothing has to be known of them."""
+    truth = usual(tmp_path / "ckpt", stage=2, world=3)
+    for rank in range(3):
+        edit(optim(truth, rank), change("group_paddings", paddings))
+    assert_right(truth, tmp_path)
+
+
 def test_ranks_with_other_groups_are_refused(tmp_path: Path) -> None:
     """A rank with one group more."""
     truth = usual(tmp_path / "ckpt", world=2)
