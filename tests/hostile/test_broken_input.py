@@ -20,7 +20,9 @@ from tests.hostile.bombs import BOMBS
 from tests.hostile.checkpoints import TAG, stage0, zero2, zero3
 from tests.hostile.rows import MODEL, ROWS, named
 
-SECONDS = 2
+# Two seconds on a machine that has nothing else to do; a tracer that measures coverage, or a busy machine, takes a
+# multiple of it. What has no limit takes minutes.
+SECONDS = 20
 MEMORY = 256 << 20  # bytes of the whole process, Python and numpy included
 
 # Opens a checkpoint in a process of its own: what came out, how long it took, the most memory it ever had.
@@ -238,7 +240,7 @@ def test_aliases_in_one_long_chain(tmp_path: Path) -> None:
         checkpoint = lazyzero.open_checkpoint(zero2(tmp_path / end, model={"shared_params": chain}))
         assert len(checkpoint.tied) == (50_001 if end == "w" else 0)
         assert set(checkpoint.tied.values()) <= {"w"}
-    assert time.process_time() - start < 3 * SECONDS
+    assert time.process_time() - start < SECONDS
 
 
 def test_masters_that_are_all_alike(tmp_path: Path) -> None:
