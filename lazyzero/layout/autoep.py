@@ -150,6 +150,7 @@ class Fused:
     def __init__(self, layers: Sequence[Layer], files: ExpertFiles) -> None:
         self._layers = {name: layer for layer in layers for name in layer.names}
         self._files = files
+        self._path = layers[0].path
         self.stored = {}
         for name, layer in self._layers.items():
             tensor = self._stored(name, range(layer.count))
@@ -180,7 +181,12 @@ class Fused:
         }
 
     def whole(self, by_rank: Sequence[Mapping[str, LazyTensor]]) -> dict[str, LazyTensor]:
-        """Every layer's experts as one tensor."""
+        """Every layer's experts as one tensor. Raises InconsistentCheckpoint for a name that is no layer's."""
+        strange = [name for tensors in by_rank for name in tensors if name not in self._layers]
+        if strange:
+            raise InconsistentCheckpoint(
+                f"{self._path}: {brief(strange[0])} is in a param group of experts and is none's; the file is damaged"
+            )
         return {name: fuse(self._layers[name], name, [tensors[name] for tensors in by_rank]) for name in by_rank[0]}
 
     def by_value(self, optimizers: Sequence[Any], dense: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
