@@ -174,7 +174,12 @@ class Fused:
         return any(name in self._layers for name in names)
 
     def local(self, shapes: Shapes, rank: int) -> Shapes:
-        """The other ranks may have more or fewer experts."""
+        """The other ranks may have more or fewer experts. Raises InconsistentCheckpoint for a rank too many."""
+        for name in shapes:
+            if name in self._layers and rank >= len(self._layers[name].held):
+                raise InconsistentCheckpoint(
+                    f"{self._path}: {brief(name)} is of {len(self._layers[name].held)} expert-parallel ranks, there is rank {rank}"
+                )
         return {
             name: (len(self._layers[name].held[rank]), *shape[1:]) if name in self._layers else shape
             for name, shape in shapes.items()
