@@ -106,10 +106,10 @@ class Skeleton:
 def read_skeleton(path: Path, shard: Shard) -> Skeleton:
     """Finds the places in the file `write_skeleton` wrote."""
     refs = open_archive(path).root
-    rows = []
+    rows, names = [], dict(shard.entries)
     for name, placeholder in shard.entries:
         ref = refs[name]
-        if isinstance(ref, TensorRef) and placeholder.tied_to not in dict(shard.entries):
+        if isinstance(ref, TensorRef) and placeholder.tied_to not in names:
             rows.append((Place(name, placeholder, ref.storage.offset), _entry(ref.storage)))
     rows.sort(key=lambda row: row[0].offset)
     return Skeleton(tuple(place for place, _ in rows), tuple(entry for _, entry in rows))

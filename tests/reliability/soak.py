@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 from tests.reliability import kills
+
+CASE = Path(__file__).parents[1] / "data" / "b_z3_tied_triple" / "checkpoint"
 
 
 def main() -> None:
@@ -18,6 +21,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=time.time_ns() % 100_000)
     parser.add_argument("--megabytes", type=int, default=48, help="of the checkpoint")
     parser.add_argument("--forked", action="store_true", help="do not start an interpreter for each run")
+    parser.add_argument("--only-random", action="store_true", help="leave out the kills at every call to the system")
     args = parser.parse_args()
     sys.stdout.write(f"{args.kills} kills, seed {args.seed}\n")
     with tempfile.TemporaryDirectory() as directory:
@@ -26,6 +30,11 @@ def main() -> None:
         each = [(args.kills + number) // kinds for number in range(kinds)]
         runs = kills.run(checkpoint, Path(directory), each, args.seed, forked=args.forked)
     sys.stdout.write(f"{runs} runs, {args.kills} of them killed: whole at every kill, the same bytes in the end\n")
+    for mode in ("plain", "taken", "overwrite", "merge") if not args.only_random else ():
+        with tempfile.TemporaryDirectory() as directory:
+            command = [sys.executable, "-m", "tests.reliability.crash", str(CASE), directory, mode, "1"]
+            run = subprocess.run([*command, '{"max_shard_size": "8KB"}'], check=True, stdout=subprocess.PIPE, text=True)
+        sys.stdout.write(f"{mode}: {run.stdout.strip()} kills, before and after every call to the system\n")
 
 
 if __name__ == "__main__":
