@@ -83,7 +83,7 @@ def test_gaps_between_tiny_tensors_of_mixed_types_find_room(tmp_path: Path) -> N
     kinds = (torch.float64, torch.bfloat16)
     tensors = {f"t{number:03d}": torch.tensor(number / 3, dtype=kinds[number % 2]) for number in range(400)}
     root = module_only(tmp_path / "ckpt", tensors)
-    got = converted(root, tmp_path / "out", Budget(4096, 1), dtype="fp32")
+    got = converted(root, tmp_path / "out", Budget(1200, 1), dtype="fp32")
     want = torch.stack([tensor.float() for tensor in tensors.values()])
     assert torch.equal(torch.frombuffer(bytearray(got["model.safetensors"][-1600:]), dtype=torch.float32), want)
 

@@ -10,6 +10,7 @@ import torch
 
 import lazyzero
 from lazyzero.errors import InconsistentCheckpoint, MissingFiles
+from lazyzero.export.progress import Silent
 from tests import oracle
 from tests.edit import edit
 from tests.generator.simple import usual
@@ -25,6 +26,15 @@ PARAMS = (
     Param("unused", (3,), kind="left out"),
 )
 TRAINED = {"a"}
+
+
+class Started(Silent):
+    """Notes whether writing has begun."""
+
+    begun = False
+
+    def start(self, total: int) -> None:
+        self.begun = True
 
 
 def frozen(root: Path, stage: int, world: int = 3, **more: Any) -> Truth:
@@ -63,8 +73,10 @@ def test_frozen_weights_need_every_ranks_model_file(keep: tuple[int, ...], tmp_p
         for read in (checkpoint["base"].numpy, checkpoint["scale"].torch, checkpoint["base.again"].numpy):
             with pytest.raises(MissingFiles, match=named):
                 read()
+    shown = Started()
     with pytest.raises(MissingFiles, match=named + r".*--exclude-frozen"):
-        lazyzero.convert(truth.root, tmp_path / "out")
+        lazyzero.convert(truth.root, tmp_path / "out", progress=shown)
+    assert not shown.begun
     assert not (tmp_path / "out").exists()
     lazyzero.convert(truth.root, tmp_path / "out", exclude_frozen=True)
     kept = {name: truth.want[name] for name in ("a", "pos", "mod._extra_state")}

@@ -102,10 +102,12 @@ def test_files_of_another_precision_are_set_aside(newer: bool, tmp_path: Path) -
     assert "of another precision than bf16_zero_pp_rank_0" in report.warnings[0]
 
 
-def test_without_a_configuration_the_newest_files_are_taken(tmp_path: Path) -> None:
+@pytest.mark.parametrize("newest", ["bf16", "fp16"])
+def test_without_a_configuration_the_newest_files_are_taken(newest: str, tmp_path: Path) -> None:
     """Where the model file does not say what precision was on, the clock decides."""
-    truth = usual(tmp_path / "new", precision="bf16", world=2)
-    old = usual(tmp_path / "old", precision="fp16", world=2, seed=5)
+    other = "fp16" if newest == "bf16" else "bf16"
+    truth = usual(tmp_path / "new", precision=newest, world=2)
+    old = usual(tmp_path / "old", precision=other, world=2, seed=5)
     edit(truth.tag / "mp_rank_00_model_states.pt", lambda state: state.update(ds_config=None))
     for path in old.tag.glob("*optim*"):
         shutil.copy(path, truth.tag)
