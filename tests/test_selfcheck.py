@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lazyzero
-from lazyzero.errors import SelfCheckFailed
+from lazyzero.errors import OutputRefused, SelfCheckFailed
 from lazyzero.selfcheck import check
 from lazyzero.verify import verify
 from tests import oracle
@@ -53,6 +53,20 @@ def test_without_the_self_check_it_goes_on(tmp_path: Path) -> None:
     assert verify(truth.root, tmp_path / "out", self_check=False).ok
     with pytest.raises(SelfCheckFailed):
         verify(truth.root, tmp_path / "out")
+
+
+def test_a_stream_is_checked_likewise(tmp_path: Path) -> None:
+    """It stops before its first file; told not to check, and to replace what is there, it goes on."""
+    truth = swapped(tmp_path / "ckpt", 2)
+    with pytest.raises(SelfCheckFailed):
+        next(lazyzero.stream(truth.root, tmp_path / "out"))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.safetensors").write_bytes(b"of an earlier run")
+    with pytest.raises(OutputRefused):
+        next(lazyzero.stream(truth.root, tmp_path / "out", self_check=False))
+    (finished,) = lazyzero.stream(truth.root, tmp_path / "out", self_check=False, overwrite=True)
+    want = {"a": truth.want["b"], "b": truth.want["a"], "c": truth.want["c"]}
+    assert oracle.faults(want, {}, finished.path.parent, format="safetensors", dtype=torch.float32) == []
 
 
 @pytest.mark.parametrize("element", [0, 500, 999])

@@ -44,8 +44,8 @@ def convert(
     `dtype` is fp32, bf16, fp16 or keep; `format` safetensors or bin; `max_shard_size` a size like "5GB", or None for one
     file. An interrupted conversion is resumed by the same call. `on_shard` is called with each finished file and may
     take it away. `verify` compares every element afterwards. `opening` is what `open_checkpoint` takes: tag, also,
-    exclude_frozen, base_model, state, tp_rules. Raises LazyZeroError's descendants; nothing unfinished is ever left under a final
-    name.
+    exclude_frozen, base_model, state, tp_rules. Raises LazyZeroError's descendants; nothing unfinished is ever left
+    under a final name.
     """
     options = make_options(
         dtype=dtype,
@@ -129,6 +129,8 @@ def stream(
     format: str = "safetensors",
     max_shard_size: str | int | None = DEFAULT_SHARD,
     tied: str = "clone",
+    overwrite: bool = False,
+    self_check: bool = True,
     max_memory: str | int | None = None,
     workers: int | str | None = None,
     progress: Progress | None = None,
@@ -145,6 +147,8 @@ def stream(
         format=format,
         max_shard_size=max_shard_size,
         tied=tied,
+        overwrite=overwrite,
+        self_check=self_check,
         max_memory=max_memory,
         workers=workers,
     )
