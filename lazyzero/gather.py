@@ -32,9 +32,9 @@ def wants(tensor: LazyTensor, start: int, stop: int, into: np.ndarray) -> Iterat
     size = tensor.dtype.itemsize
     view, at = into.data, 0
     for piece in tensor.pieces(start, stop):
-        nbytes = piece.count * size
+        nbytes = piece.numel * size
         if piece.shape is None:
-            yield Want(piece.storage, piece.start, view[at : at + nbytes])
+            yield Want(piece.storage, piece.start, nbytes, view[at : at + nbytes])
         else:
             _read_block(piece, tensor.dtype, into[at : at + nbytes].view(tensor.dtype.numpy).reshape(piece.shape))
         at += nbytes
@@ -131,10 +131,10 @@ def _mapped(tensor: LazyTensor, start: int, stop: int, *, private: bool) -> np.n
     at = piece.storage.offset + piece.start
     if at % tensor.dtype.itemsize:  # legacy archives align nothing
         return None
-    mapping = map_range(piece.storage.source, at, piece.count * tensor.dtype.itemsize, private=private)
+    mapping = map_range(piece.storage.source, at, piece.numel * tensor.dtype.itemsize, private=private)
     if mapping is None:
         return None
-    return np.frombuffer(mapping[0], tensor.dtype.numpy, piece.count, mapping[1])
+    return np.frombuffer(mapping[0], tensor.dtype.numpy, piece.numel, mapping[1])
 
 
 def _read_block(piece: Piece, dtype: DType, into: np.ndarray) -> None:
@@ -151,7 +151,7 @@ def _fill_strided(
     axis = max(range(len(shape)), key=lambda i: extents[i], default=0)
     if nbytes <= _SPAN or not shape or shape[axis] == 1:
         raw = np.empty(nbytes, np.uint8)
-        read_all([Want(storage, start, raw.data)])
+        read_all([Want(storage, start, nbytes, raw.data)])
         steps = tuple(step * dtype.itemsize for step in stride)
         into[...] = np.lib.stride_tricks.as_strided(raw.view(dtype.numpy), shape, steps, writeable=False)
         return

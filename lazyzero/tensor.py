@@ -10,7 +10,8 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from lazyzero.container.objects import Storage, TensorRef
 from lazyzero.dtypes import DType
@@ -21,16 +22,16 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A run of elements in one storage: `start` is the byte offset in the storage, `count` the elements.
+class Piece(NamedTuple):
+    """A run of elements in one storage: `start` is the byte offset in the storage.
 
-    A contiguous run has no `shape`; a strided block has its shape and strides (elements), `count` being their product.
+    A contiguous run has no `shape`; a strided block has its shape and strides (elements).
+    A tuple, because millions are made.
     """
 
     storage: Storage
     start: int
-    count: int
+    numel: int
     shape: tuple[int, ...] | None = None
     stride: tuple[int, ...] | None = None
 
@@ -108,12 +109,13 @@ class Chain:
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """The pieces of elements [start, stop) of the whole chain."""
         at = bisect_right(self.ends, start)
+        first = self.ends[at - 1] if at else 0
         while start < stop:
             view = self.views[at]
-            first = self.ends[at] - view.numel
             end = min(stop, self.ends[at])
             yield Piece(view.storage, (view.offset + start - first) * self.dtype.itemsize, end - start)
-            start, at = end, at + 1
+            start = first = end
+            at += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +146,12 @@ class Striped:
         return self.chains[0].dtype
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
+        rank, inner = divmod(start, self.part)
         while start < stop:
-            rank, inner = divmod(start, self.part)
-            end = min(stop, (rank + 1) * self.part)
-            yield from self.chains[rank].pieces(self.offset + inner, self.offset + inner + end - start)
-            start = end
+            count = min(stop - start, self.part - inner)
+            yield from self.chains[rank].pieces(self.offset + inner, self.offset + inner + count)
+            start += count
+            rank, inner = rank + 1, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +165,12 @@ class Fragments:
     dtype: DType
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
+        rank, inner = divmod(start, self.part)
         while start < stop:
-            rank, inner = divmod(start, self.part)
-            end = min(stop, (rank + 1) * self.part)
-            yield Piece(self.storages[rank], (self.offsets[rank] + inner) * self.dtype.itemsize, end - start)
-            start = end
+            count = min(stop - start, self.part - inner)
+            yield Piece(self.storages[rank], (self.offsets[rank] + inner) * self.dtype.itemsize, count)
+            start += count
+            rank, inner = rank + 1, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,10 +214,7 @@ class Placeholder:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -243,10 +244,7 @@ class LazyTensor:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return prod(self.shape)
 
     @property
     def nbytes(self) -> int:

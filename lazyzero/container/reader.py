@@ -8,39 +8,39 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Final, TypeVar
+from operator import itemgetter
+from typing import Final, NamedTuple, TypeVar
 
 from lazyzero.container.mapped import copy_out
 from lazyzero.container.objects import Storage
-from lazyzero.container.source import POOL, Source, advise
+from lazyzero.container.source import POOL, Source, advise, forget
 
 T = TypeVar("T")
 
 _MOST_ANNOUNCED: Final = 64  # files; a call for each of more costs more than it gains
 
 
-@dataclass(frozen=True, slots=True)
-class Want:
-    """Bytes [start, start + len(into)) of a storage are wanted in `into`."""
+class Want(NamedTuple):
+    """Bytes [start, start + nbytes) of a storage are wanted in `into`, which has as many. A tuple, as millions are made."""
 
     storage: Storage
     start: int
+    nbytes: int
     into: memoryview
 
 
 def read_all(wants: Iterable[Want], *, io: str = "pread", release: bool = False) -> int:
-    """Fills every want; with `release` the pages read leave the page cache. Returns the number of bytes read.
+    """Fills every want; with `release` the pages read leave the page cache. Returns the number of reads it took.
 
     A ZeRO-3 window of a few MB touches every rank, a few KB each, and consecutive parameters are neighbours on each
     rank: sorted by place, most of the reads of a window become one per file.
     """
-    copy, total = READERS[io], 0
-    for source, places in _by_source((want.storage, want.start, len(want.into), want.into) for want in wants).items():
-        for offset, nbytes, views in _runs(places):
+    copy, reads = READERS[io], 0
+    for source, places in _by_source(wants).items():
+        for offset, _, views in _runs(places):
             copy(source, offset, views, release)
-            total += nbytes
-    return total
+            reads += 1
+    return reads
 
 
 def announce(ranges: Iterable[tuple[Storage, int, int]]) -> bool:
@@ -62,7 +62,8 @@ def _by_source(ranges: Iterable[tuple[Storage, int, int, T]]) -> dict[Source, li
         if nbytes:
             found.setdefault(storage.source, []).append((storage.offset + start, nbytes, item))
     for places in found.values():
-        places.sort(key=lambda place: place[0])
+        if len(places) > 1:
+            places.sort(key=itemgetter(0))
     return found
 
 
@@ -87,7 +88,7 @@ def _mmap(source: Source, offset: int, views: list[memoryview], release: bool) -
         _pread(source, offset, views, release)
     elif release:
         with POOL.lease(source) as fd:
-            advise(fd, offset, sum(map(len, views)), os.POSIX_FADV_DONTNEED)
+            forget(fd, offset, offset + sum(map(len, views)), source.size)
 
 
 READERS: Final[dict[str, Callable[[Source, int, list[memoryview], bool], None]]] = {"pread": _pread, "mmap": _mmap}

@@ -6,12 +6,15 @@ import os
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
 from lazyzero.errors import BrokenArchive, CheckpointNotFound, LazyZeroError, ReadError, SourceChanged
 
+_PAGE = 4096
+_BLOCK = 64 << 10  # bytes that many small reads add up to before they are dropped together: a call costs as much as one
+_LARGE = 256 << 10  # bytes of a read that is worth a call of its own
 _MAX_IOVEC = 512  # the kernel takes 1024; some file systems split larger vectors badly
 
 
@@ -27,11 +30,21 @@ def _descriptor_budget() -> int:
 
 
 class _Lease:
-    __slots__ = ("fd", "users")
+    """An open descriptor and how many use it; as a context it ends one use."""
 
-    def __init__(self, fd: int) -> None:
+    __slots__ = ("fd", "lock", "users")
+
+    def __init__(self, fd: int, lock: threading.Lock) -> None:
         self.fd = fd
+        self.lock = lock
         self.users = 1
+
+    def __enter__(self) -> int:
+        return self.fd
+
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.users -= 1
 
 
 class DescriptorPool:
@@ -42,17 +55,8 @@ class DescriptorPool:
         self._open: OrderedDict[Source, _Lease] = OrderedDict()
         self._lock = threading.Lock()
 
-    @contextmanager
-    def lease(self, source: Source) -> Iterator[int]:
+    def lease(self, source: Source) -> AbstractContextManager[int]:
         """A read-only descriptor of `source`, valid inside the `with` block."""
-        lease = self._take(source)
-        try:
-            yield lease.fd
-        finally:
-            with self._lock:
-                lease.users -= 1
-
-    def _take(self, source: Source) -> _Lease:
         with self._lock:
             lease = self._open.get(source)
             if lease is not None:
@@ -60,7 +64,7 @@ class DescriptorPool:
                 self._open.move_to_end(source)
                 return lease
             self._evict(self.limit - 1)
-            lease = _Lease(source._open_checked())
+            lease = _Lease(source._open_checked(), self._lock)
             self._open[source] = lease
             return lease
 
@@ -120,7 +124,7 @@ class Source:
             for first in range(0, len(views), _MAX_IOVEC):
                 end = self._fill(fd, list(views[first : first + _MAX_IOVEC]), end)
             if release:
-                advise(fd, offset, end - offset, os.POSIX_FADV_DONTNEED)
+                forget(fd, offset, end, self.size)
 
     def _fill(self, fd: int, views: list[memoryview], offset: int) -> int:
         while views:
@@ -128,6 +132,8 @@ class Source:
                 got = os.preadv(fd, views, offset)
             except OSError as error:
                 raise ReadError(f"{self.path}: reading at byte {offset} failed: {error.strerror}") from None
+            if len(views) == 1 and got == len(views[0]):
+                return offset + got
             if got == 0:
                 if not sum(len(view) for view in views):
                     break
@@ -178,6 +184,17 @@ def advise(fd: int, offset: int, nbytes: int, advice: int) -> None:
     """posix_fadvise; a hint, so a file system that does not know it does no harm."""
     with suppress(OSError):
         os.posix_fadvise(fd, offset, nbytes, advice)
+
+
+def forget(fd: int, start: int, end: int, size: int) -> None:
+    """Has the page cache of a file of `size` bytes drop [start, end), in whole blocks: the one that `start` is in goes
+    too, as what precedes was read before, and the one that `end` is in stays for what follows."""
+    block = _BLOCK if end - start < _LARGE else _PAGE
+    start -= start % block
+    if end < size:
+        end -= end % block
+    if start < end:
+        advise(fd, start, end - start, os.POSIX_FADV_DONTNEED)
 
 
 def _kind(mode: int) -> str:

@@ -8,7 +8,10 @@ result does not depend on how many workers share them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from threading import Lock
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +25,7 @@ from lazyzero.tensor import LazyTensor
 from lazyzero.threads import Queue, share
 
 _MOST_ANNOUNCED = 64  # tensors of a window; many small ones are neighbours, which the kernel reads ahead by itself
+_SMALL = 32 << 10  # bytes of a read that is over before the interpreter is free again
 
 Observe = Callable[[LazyTensor, np.ndarray], None]
 
@@ -34,26 +38,15 @@ class Segment:
     dtype: DType
     offset: int
 
-    @property
-    def end(self) -> int:
-        return self.offset + self.tensor.numel * self.dtype.itemsize
 
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Elements [start, stop) of a segment."""
+class Part(NamedTuple):
+    """Elements [start, stop) of a segment, and their bytes before and after the cast."""
 
     segment: Segment
     start: int
     stop: int
-
-    @property
-    def source_bytes(self) -> int:
-        return (self.stop - self.start) * self.segment.tensor.dtype.itemsize
-
-    @property
-    def output_bytes(self) -> int:
-        return (self.stop - self.start) * self.segment.dtype.itemsize
+    source_bytes: int
+    output_bytes: int
 
 
 def windows(segments: Iterable[Segment], size: int) -> Iterator[list[Part]]:
@@ -64,20 +57,22 @@ def windows(segments: Iterable[Segment], size: int) -> Iterator[list[Part]]:
     window: list[Part] = []
     room, end = size, -1
     for segment in segments:
-        widest = max(segment.dtype.itemsize, segment.tensor.dtype.itemsize)
+        stored, output = segment.tensor.dtype.itemsize, segment.dtype.itemsize
+        widest, numel = max(stored, output), segment.tensor.numel
         if window and (segment.offset != end or room < widest):
             yield window
             window, room = [], size
-        start, numel = 0, segment.tensor.numel
+        start = 0
         while start < numel:
             stop = min(numel, start + max(1, room // widest))
-            window.append(Part(segment, start, stop))
-            room -= (stop - start) * widest
+            count = stop - start
+            window.append(Part(segment, start, stop, count * stored, count * output))
+            room -= count * widest
             start = stop
             if room < widest:
                 yield window
                 window, room = [], size
-        end = segment.end
+        end = segment.offset + numel * output
     if window:
         yield window
 
@@ -85,8 +80,10 @@ def windows(segments: Iterable[Segment], size: int) -> Iterator[list[Part]]:
 class Buffers:
     """One worker's memory: what is read, and what it becomes; allocated once, `size` bytes each."""
 
-    def __init__(self, size: int, io: str = "pread") -> None:
+    def __init__(self, size: int, io: str = "pread", turn: Lock | None = None) -> None:
         self._io = io
+        self._turn = turn or Lock()
+        self._small = False  # what the last window was read in
         self._raw = np.empty(size + 64, np.uint8)
         self._out: np.ndarray | None = None
         self._size = size
@@ -125,15 +122,12 @@ class Buffers:
                 return self._read(parts, release=release, packed=packed)
             places.append(self._raw[at : at + part.source_bytes])
             at += part.source_bytes
-        read_all(
-            (
-                want
-                for part, place in zip(parts, places, strict=True)
-                for want in wants(part.segment.tensor, part.start, part.stop, place)
-            ),
-            io=self._io,
-            release=release,
-        )
+        pairs = zip(parts, places, strict=True)
+        found = (want for part, place in pairs for want in wants(part.segment.tensor, part.start, part.stop, place))
+        # Between small reads two workers would hand the interpreter to and fro, which costs more than it gains.
+        with self._turn if self._small else nullcontext():
+            reads = read_all(found, io=self._io, release=release)
+        self._small = at < reads * _SMALL
         return places
 
 
@@ -163,10 +157,10 @@ def pump(
     `window` is in bytes; each of `workers` threads holds at most two of them. The first error of any worker is raised
     once all have ended, what a signal raises without waiting long for them.
     """
-    queue = Queue(_with_next(windows(segments, window)))
+    queue, turn = Queue(_with_next(windows(segments, window))), Lock()
 
     def work() -> None:
-        buffers = Buffers(window, io)
+        buffers = Buffers(window, io, turn)
         announcing = True
         for parts, ahead in queue:
             if announcing and 0 < len(ahead) <= _MOST_ANNOUNCED:
@@ -192,4 +186,4 @@ def ranges(part: Part) -> Iterator[tuple[Storage, int, int]]:
     size = part.segment.tensor.dtype.itemsize
     for piece in part.segment.tensor.pieces(part.start, part.stop):
         if piece.shape is None:
-            yield piece.storage, piece.start, piece.count * size
+            yield piece.storage, piece.start, piece.numel * size

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lazyzero.container.source import DescriptorPool, Source
+from lazyzero.container.source import DescriptorPool, Source, forget
 from lazyzero.errors import BrokenArchive, CheckpointNotFound, ReadError, SourceChanged
 from tests.forge import Tensor, archive, write
 
@@ -123,6 +123,27 @@ def test_pool_keeps_few_files_open(tmp_path: Path) -> None:
     assert not pool._open
 
 
+@pytest.mark.parametrize(
+    ("start", "end", "dropped"),
+    [
+        (5000, 9000, None),  # small and within a block
+        (60_000, 70_000, (0, 65_536)),  # small, over the end of a block: all of it goes, what was read before as well
+        (300_000, 900_000, (299_008, 897_024)),  # large: page by page
+        (990_000, 1_000_000, (983_040, 1_000_000)),  # to the end of the file
+    ],
+)
+def test_consumed_pages_are_dropped_in_blocks(
+    monkeypatch: pytest.MonkeyPatch, start: int, end: int, dropped: tuple[int, int] | None
+) -> None:
+    """Many small reads in a row are followed by few calls that let go of what they read, and nothing of it stays behind."""
+    calls = list[tuple[int, int]]()
+    monkeypatch.setattr(
+        "lazyzero.container.source.advise", lambda fd, at, nbytes, advice: calls.append((at, at + nbytes))
+    )
+    forget(0, start, end, 1_000_000)
+    assert calls == ([dropped] if dropped else [])
+
+
 def test_thousands_of_files_with_few_descriptors(tmp_path: Path) -> None:
     """Two thousand partition files are opened and read under RLIMIT_NOFILE 256."""
     data = archive({"flat": Tensor("0", (2,))})
@@ -138,9 +159,9 @@ def test_thousands_of_files_with_few_descriptors(tmp_path: Path) -> None:
         "chain, into = Chain(refs, refs[0].dtype), bytearray(16000)\n"
         "at, wants = 0, []\n"
         "for piece in chain.pieces(0, chain.total):\n"
-        "    wants.append(Want(piece.storage, piece.start, memoryview(into)[at:at + 4 * piece.count]))\n"
-        "    at += 4 * piece.count\n"
+        "    wants.append(Want(piece.storage, piece.start, 4 * piece.numel, memoryview(into)[at:at + 4 * piece.numel]))\n"
+        "    at += 4 * piece.numel\n"
         "print(read_all(wants), at)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=False)
-    assert done.stdout == "16000 16000\n", done.stderr
+    assert done.stdout == "2000 16000\n", done.stderr

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+import threading
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +16,7 @@ from hypothesis import strategies as st
 
 import lazyzero
 from lazyzero.container.objects import Storage
+from lazyzero.container.reader import Want, read_all
 from lazyzero.container.source import Source
 from lazyzero.dtypes import BFLOAT16, DTYPES, FLOAT32, DType
 from lazyzero.errors import ReadError
@@ -115,7 +119,7 @@ def segments(counts: list[tuple[int, DType, DType, int]]) -> list[Segment]:
         at += gap
         tensor = LazyTensor(str(number), (count,), Nowhere(stored), "trainable")  # type: ignore[arg-type]
         made.append(Segment(tensor, output, at))
-        at = made[-1].end
+        at += count * output.itemsize
     return made
 
 
@@ -212,3 +216,26 @@ def test_observers_see_what_is_stored(tmp_path: Path) -> None:
     tensor = from_file(tmp_path / "f", values)
     pump([Segment(tensor, BFLOAT16, 0)], Memory(200), window=64, observe=lambda name, part: seen.append(part.copy()))
     assert np.array_equal(np.concatenate(seen), values)
+
+
+def test_workers_take_turns_at_many_small_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a worker has seen that its reads are small, no other reads at the same time; the bytes are the same."""
+    values = np.arange(4000, dtype=np.float32)
+    known, reading, met = set[int](), set[int](), list[int]()
+
+    def watched(wants: Iterable[Want], *, io: str, release: bool) -> int:
+        me = threading.get_ident()
+        if me in known:
+            reading.add(me)
+            time.sleep(0.001)
+            met.append(len(reading))
+        reads = read_all(wants, io=io, release=release)
+        reading.discard(me)
+        known.add(me)
+        return reads
+
+    monkeypatch.setattr("lazyzero.export.stream.read_all", watched)
+    sink = Memory(values.nbytes)
+    pump([Segment(from_file(tmp_path / "f", values), FLOAT32, 0)], sink, window=64, workers=3)
+    assert set(met) == {1}
+    assert bytes(sink.data) == values.tobytes()

@@ -60,7 +60,7 @@ def test_pieces_of_one_rank_are_neighbours(tmp_path: Path) -> None:
     lazy = _stored(tmp_path / "shards.pt", [values(1, 4, 3), values(2, 4, 2)])
     whole = joined("t", [Slab(t.data, t.shape[1], 0, t.shape[1]) for t in lazy], (4, 5), 1, "trainable")
     pieces = list(whole.pieces())
-    assert [piece.count for piece in pieces] == [3, 2] * 4
+    assert [piece.numel for piece in pieces] == [3, 2] * 4
     first = [piece.start for piece in pieces[::2]]
     assert first == [row * 3 * 4 for row in range(4)]
 
@@ -76,4 +76,4 @@ def test_mean_is_torchs(tmp_path: Path, dtype: torch.dtype) -> None:
     by_chunks = [x for chunk in mean.chunks(4 * want.element_size()) for x in chunk.astype("float32").tolist()]
     assert by_chunks == want.float().reshape(-1).tolist()
     assert mean[2:4].astype("float32").tolist() == want[2:4].float().tolist()
-    assert sum(piece.count for piece in mean.pieces()) == 3 * math.prod(mean.shape)
+    assert sum(piece.numel for piece in mean.pieces()) == 3 * math.prod(mean.shape)
