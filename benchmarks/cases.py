@@ -23,6 +23,7 @@ HUGEST: Final = "405B, 1024 ranks, inspect and dry run"
 LORA: Final = "LoRA, 70B frozen, 64 ranks"
 READ: Final = "bytes read are the weights' and metadata"
 WORKERS: Final = "two workers on two cores"
+PIECES: Final = "two workers are not slower over small pieces"  # which cost the interpreter more than the kernel
 SMALL: Final = "many small tensors, many small pieces"
 
 
@@ -131,11 +132,12 @@ def _huge_case(source: str, *dtypes: str) -> Case:
 
 
 CASES: Final[tuple[Case, ...]] = (
+    Case("ZeRO-3, warm cache", "small", "z3 4.4GB", (_convert("fp32", *ONE), CP_SYNC),
+         (_times(CP, "fp32", "cp", 1.0), *_peak("fp32")), repeats=5),
     Case(
-        "ZeRO-3, warm cache", "small", "z3 4.4GB",
-        (_convert("fp32", *ONE), CP_SYNC, _convert("bf16", *ONE, dtype="bf16"), _convert("fp16", *ONE, dtype="fp16"), DEEPSPEED),
+        "ZeRO-3, dtypes and DeepSpeed", "small", "z3 4.4GB",
+        (_convert("fp32", *ONE), _convert("bf16", *ONE, dtype="bf16"), _convert("fp16", *ONE, dtype="fp16"), DEEPSPEED),
         (
-            _times(CP, "fp32", "cp", 1.0),
             *_beside_deepspeed("fp32"),
             _times(CAST, "bf16", "fp32", 1.0),
             _times(CAST, "fp16", "fp32", 1.3),
@@ -195,7 +197,7 @@ CASES: Final[tuple[Case, ...]] = (
         (_convert("1 worker", *ONE, "--workers", "1"), _convert("2 workers", *ONE, "--workers", "2"), Entrant("start", "lazyzero --version", dtype=None)),
         (
             Bound(SMALL, "2 workers", "time", 4 * SOURCES["4KB pieces"].model.numel / 100e6, "over", "start"),
-            _times(WORKERS, "2 workers", "1 worker", 1 / 1.5), *_peak("2 workers"),
+            _times(PIECES, "2 workers", "1 worker", 1.1), *_peak("2 workers"),
         ),
     ),
     _huge_case("z3 70B", "fp32", "bf16"),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from threading import Lock
+from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from lazyzero.tensor import LazyTensor
 from lazyzero.threads import Queue, share
 
 _MOST_ANNOUNCED = 64  # tensors of a window; many small ones are neighbours, which the kernel reads ahead by itself
-_SMALL = 32 << 10  # bytes of a read that is over before the interpreter is free again
+_QUICK = 50e-6  # seconds of a read that costs more in the interpreter than in the kernel, on average in a window
 
 Observe = Callable[[LazyTensor, np.ndarray], None]
 
@@ -83,7 +84,7 @@ class Buffers:
     def __init__(self, size: int, io: str = "pread", turn: Lock | None = None) -> None:
         self._io = io
         self._turn = turn or Lock()
-        self._small = False  # what the last window was read in
+        self._quick = False  # how the last window was read
         self._raw = np.empty(size + 64, np.uint8)
         self._out: np.ndarray | None = None
         self._size = size
@@ -124,10 +125,12 @@ class Buffers:
             at += part.source_bytes
         pairs = zip(parts, places, strict=True)
         found = (want for part, place in pairs for want in wants(part.segment.tensor, part.start, part.stop, place))
-        # Between small reads two workers would hand the interpreter to and fro, which costs more than it gains.
-        with self._turn if self._small else nullcontext():
+        # Over many small reads from the page cache two workers would fight for the interpreter, and both be slower; reads
+        # that wait for a disk or a network should wait together.
+        with self._turn if self._quick else nullcontext():
+            began = perf_counter()
             reads = read_all(found, io=self._io, release=release)
-        self._small = at < reads * _SMALL
+            self._quick = perf_counter() - began < reads * _QUICK
         return places
 
 
