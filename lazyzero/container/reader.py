@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from lazyzero.container.mapped import copy_out
 from lazyzero.container.objects import Storage
-from lazyzero.container.source import POOL, Source, advise, forget
+from lazyzero.container.source import POOL, Source, advise
 
 T = TypeVar("T")
 
@@ -87,8 +87,9 @@ def _mmap(source: Source, offset: int, views: list[memoryview], release: bool) -
     if not copy_out(source, offset, views):
         _pread(source, offset, views, release)
     elif release:
-        with POOL.lease(source) as fd:
-            forget(fd, offset, offset + sum(map(len, views)), source.size)
+        lease = POOL.lease(source)
+        with lease:
+            lease.forget(offset, offset + sum(map(len, views)))
 
 
 READERS: Final[dict[str, Callable[[Source, int, list[memoryview], bool], None]]] = {"pread": _pread, "mmap": _mmap}

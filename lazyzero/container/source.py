@@ -7,14 +7,12 @@ import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 
 from lazyzero.errors import BrokenArchive, CheckpointNotFound, LazyZeroError, ReadError, SourceChanged
 
-_PAGE = 4096
-_BLOCK = 64 << 10  # bytes that many small reads add up to before they are dropped together: a call costs as much as one
-_LARGE = 256 << 10  # bytes of a read that is worth a call of its own
+_BLOCK = 64 << 10  # bytes of small reads that are dropped together: a call costs as much as a read
 _MAX_IOVEC = 512  # the kernel takes 1024; some file systems split larger vectors badly
 
 
@@ -29,22 +27,42 @@ def _descriptor_budget() -> int:
     return max(4, min(2048, soft // 2)) if soft > 0 else 64
 
 
-class _Lease:
+class Lease:
     """An open descriptor and how many use it; as a context it ends one use."""
 
-    __slots__ = ("fd", "lock", "users")
+    __slots__ = ("_end", "_lock", "_start", "fd", "users")
 
     def __init__(self, fd: int, lock: threading.Lock) -> None:
         self.fd = fd
-        self.lock = lock
         self.users = 1
+        self._lock = lock
+        self._start = self._end = 0  # read, and not forgotten yet
 
     def __enter__(self) -> int:
         return self.fd
 
     def __exit__(self, *error: object) -> None:
-        with self.lock:
+        with self._lock:
             self.users -= 1
+
+    def forget(self, start: int, end: int) -> None:
+        """Has the page cache drop what was read, and nothing else; small reads in a row are dropped together."""
+        with self._lock:
+            old_start, old_end = self._start, self._end
+            follows = start == old_end
+            if follows:
+                start = old_start
+            full = end - start >= _BLOCK
+            self._start, self._end = (end, end) if full else (start, end)
+        if not follows:
+            _drop(self.fd, old_start, old_end)
+        if full:
+            _drop(self.fd, start, end)
+
+    def close(self) -> None:
+        """Closes the descriptor, which nobody uses."""
+        _drop(self.fd, self._start, self._end)
+        os.close(self.fd)
 
 
 class DescriptorPool:
@@ -52,10 +70,10 @@ class DescriptorPool:
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit or _descriptor_budget()
-        self._open: OrderedDict[Source, _Lease] = OrderedDict()
+        self._open: OrderedDict[Source, Lease] = OrderedDict()
         self._lock = threading.Lock()
 
-    def lease(self, source: Source) -> AbstractContextManager[int]:
+    def lease(self, source: Source) -> Lease:
         """A read-only descriptor of `source`, valid inside the `with` block."""
         with self._lock:
             lease = self._open.get(source)
@@ -64,7 +82,7 @@ class DescriptorPool:
                 self._open.move_to_end(source)
                 return lease
             self._evict(self.limit - 1)
-            lease = _Lease(source._open_checked(), self._lock)
+            lease = Lease(source._open_checked(), self._lock)
             self._open[source] = lease
             return lease
 
@@ -73,7 +91,7 @@ class DescriptorPool:
             idle = next((source for source, lease in self._open.items() if lease.users == 0), None)
             if idle is None:
                 return
-            os.close(self._open.pop(idle).fd)
+            self._open.pop(idle).close()
 
     def close(self) -> None:
         """Closes every descriptor not in use."""
@@ -119,12 +137,12 @@ class Source:
 
         Raises SourceChanged when the file ends early, ReadError when the system refuses.
         """
-        with POOL.lease(self) as fd:
-            end = offset
+        lease, end = POOL.lease(self), offset
+        with lease as fd:
             for first in range(0, len(views), _MAX_IOVEC):
                 end = self._fill(fd, list(views[first : first + _MAX_IOVEC]), end)
             if release:
-                forget(fd, offset, end, self.size)
+                lease.forget(offset, end)
 
     def _fill(self, fd: int, views: list[memoryview], offset: int) -> int:
         while views:
@@ -186,13 +204,7 @@ def advise(fd: int, offset: int, nbytes: int, advice: int) -> None:
         os.posix_fadvise(fd, offset, nbytes, advice)
 
 
-def forget(fd: int, start: int, end: int, size: int) -> None:
-    """Has the page cache of a file of `size` bytes drop [start, end), in whole blocks: the one that `start` is in goes
-    too, as what precedes was read before, and the one that `end` is in stays for what follows."""
-    block = _BLOCK if end - start < _LARGE else _PAGE
-    start -= start % block
-    if end < size:
-        end -= end % block
+def _drop(fd: int, start: int, end: int) -> None:
     if start < end:
         advise(fd, start, end - start, os.POSIX_FADV_DONTNEED)
 

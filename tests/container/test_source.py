@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lazyzero.container.source import DescriptorPool, Source, forget
+from lazyzero.container.source import DescriptorPool, Source
 from lazyzero.errors import BrokenArchive, CheckpointNotFound, ReadError, SourceChanged
 from tests.forge import Tensor, archive, write
 
@@ -123,25 +123,23 @@ def test_pool_keeps_few_files_open(tmp_path: Path) -> None:
     assert not pool._open
 
 
-@pytest.mark.parametrize(
-    ("start", "end", "dropped"),
-    [
-        (5000, 9000, None),  # small and within a block
-        (60_000, 70_000, (0, 65_536)),  # small, over the end of a block: all of it goes, what was read before as well
-        (300_000, 900_000, (299_008, 897_024)),  # large: page by page
-        (990_000, 1_000_000, (983_040, 1_000_000)),  # to the end of the file
-    ],
-)
-def test_consumed_pages_are_dropped_in_blocks(
-    monkeypatch: pytest.MonkeyPatch, start: int, end: int, dropped: tuple[int, int] | None
-) -> None:
-    """Many small reads in a row are followed by few calls that let go of what they read, and nothing of it stays behind."""
-    calls = list[tuple[int, int]]()
-    monkeypatch.setattr(
-        "lazyzero.container.source.advise", lambda fd, at, nbytes, advice: calls.append((at, at + nbytes))
-    )
-    forget(0, start, end, 1_000_000)
-    assert calls == ([dropped] if dropped else [])
+def test_what_was_read_is_dropped_from_the_page_cache(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small reads in a row are dropped together, large ones at once, each byte once, and none that was not read."""
+    dropped = list[tuple[int, int]]()
+    monkeypatch.setattr("lazyzero.container.source.advise", lambda fd, at, nbytes, how: dropped.append((at, nbytes)))
+    pool = DescriptorPool()
+    lease = pool.lease(source)
+    with lease:
+        for start in range(0, 1 << 17, 1 << 12):
+            lease.forget(start, start + (1 << 12))
+        assert dropped == [(0, 1 << 16), (1 << 16, 1 << 16)]
+        lease.forget(1 << 17, (1 << 17) + 10)
+        lease.forget(5 << 20, 6 << 20)  # elsewhere
+        assert dropped[2:] == [(1 << 17, 10), (5 << 20, 1 << 20)]
+        lease.forget(6 << 20, (6 << 20) + 7)
+        assert len(dropped) == 4
+    pool.close()
+    assert dropped[4:] == [(6 << 20, 7)]
 
 
 def test_thousands_of_files_with_few_descriptors(tmp_path: Path) -> None:
