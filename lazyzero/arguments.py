@@ -127,7 +127,7 @@ def _convert_parser(commands: Any) -> None:
     )
     parser.add_argument("--checksum", choices=("sha256",), help="write SHA256SUMS as well")
     parser.add_argument("--memory-trace", metavar="FILE", help="write the process's memory over time to a CSV file")
-    parser.add_argument("--on-shard", metavar="CMD", help="shell command run for each finished file, which may take it away; LAZYZERO_PATH, _INDEX, _COUNT say which")  # fmt: skip
+    parser.add_argument("--on-shard", metavar="CMD", help="shell command run for each finished file, the index last, which may take it away; LAZYZERO_PATH, _INDEX, _COUNT say which")  # fmt: skip
     parser.add_argument("--quiet", action="store_true", help="say nothing but errors")
     parser.add_argument("--json", action="store_true", help="print the report as JSON at the end")
 

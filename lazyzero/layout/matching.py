@@ -12,7 +12,7 @@ from lazyzero.gather import read as read_elements
 from lazyzero.tensor import Chain, LazyTensor, Slice
 
 SAMPLE = 4096  # elements compared before a whole tensor is
-_MOST_COMPARED = 40_000
+_MOST_COMPARED = 20_000
 
 
 def rounds_to(chain: Chain, at: int, tensor: LazyTensor, *, whole: bool = False) -> bool:
@@ -38,6 +38,11 @@ class Effort:
     def __init__(self, left: int = _MOST_COMPARED) -> None:
         self.left = left
 
+    def spend(self, count: int) -> bool:
+        """Whether so many more may be compared."""
+        self.left -= count
+        return self.left >= 0
+
 
 class Pool:
     """Tensors that masters may belong to, found by what their first element is."""
@@ -55,12 +60,13 @@ class Pool:
         None when there is no effort left.
         """
         names = [name for name in self._starting(chain, at) if name not in without]
-        effort.left -= 1 + 2 * len(names)
-        if effort.left < 0:
+        if not effort.spend(1 + len(names)):
             return []
         close = [name for name in names if rounds_to(chain, at, self.tensors[name])]
         if len(close) < 2:
             return close
+        if not effort.spend(len(close)):
+            return []
         return [name for name in close if rounds_to(chain, at, self.tensors[name], whole=True)]
 
     def _starting(self, chain: Chain, at: int) -> Iterator[str]:

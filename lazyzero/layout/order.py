@@ -101,8 +101,7 @@ def _runs(model: ModelStates, pool: dict[str, LazyTensor]) -> Iterator[_Run]:
 
 def _from_runs(runs: list[_Run], chain: Chain, effort: Effort) -> Shapes | None:
     """The one run whose elements are the chain's, rounded: samples first, everything where several begin alike."""
-    effort.left -= 1 + len(runs) // 64
-    if effort.left < 0:
+    if not effort.spend(1 + len(runs) // 64):
         return None
     fits = [run for run in runs if run.numel <= chain.total <= run.capacity and _begins(run, chain, whole=False)]
     if len(fits) > 1:
