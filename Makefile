@@ -58,7 +58,7 @@ fuzz: $(VENV)/.installed-dev
 
 soak: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.reliability.soak --kills 200
-	FAULTS=every $(BIN)/python -m pytest -q tests/reliability/test_faults.py
+	SOAK=1 $(BIN)/python -m pytest -q tests/reliability/test_faults.py tests/hostile
 
 # DeepSpeed's own converter beside ours, in an environment of its own.
 test-deepspeed: $(VENV)-deepspeed/.installed

@@ -29,7 +29,7 @@ KINDS: list[dict[str, Any]] = [
 ]
 FULL = (errno.ENOSPC, errno.EDQUOT)
 # `make soak` has every call fail, one after the other; without it some of them do, evenly taken.
-EVERY_CALL = os.environ.get("FAULTS") == "every"
+EVERY_CALL = bool(os.environ.get("SOAK"))
 
 Fault = Callable[[Callable[..., Any], tuple[Any, ...]], Any]
 
