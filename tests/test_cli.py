@@ -168,6 +168,15 @@ def test_no_self_check_goes_on(tmp_path: Path, capsys: Capture) -> None:
     assert run("convert", truth.root, tmp_path / "out", "--no-self-check") == 0
 
 
+def test_verify_is_not_promised_for_what_was_taken_away(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--verify with --on-shard is refused before anything is written: at the end the files may be gone."""
+    assert run("convert", root, tmp_path / "out", "--verify", "--on-shard", "true") == 2
+    assert "run `lazyzero verify` where the files are" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_command_for_each_shard(root: Path, tmp_path: Path) -> None:
     """--on-shard runs with the path, number and count of each file, the index last, and may take it away."""
     line = f'echo "$LAZYZERO_INDEX/$LAZYZERO_COUNT $(basename $LAZYZERO_PATH)" >> {tmp_path}/log; rm "$LAZYZERO_PATH"'

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Unpack
 
 from lazyzero.checkpoint import Checkpoint, Opening, opened
+from lazyzero.errors import InvalidRequest
 from lazyzero.export.finite import FiniteWatch
 from lazyzero.export.options import DEFAULT_SHARD, Options, make_options
 from lazyzero.export.progress import Progress
@@ -83,6 +84,11 @@ def export(
     on_shard: Callable[[Finished], None] | None = None,
 ) -> Report:
     """`convert` for an open checkpoint and checked options."""
+    if verify and on_shard is not None:
+        raise InvalidRequest(
+            "--verify reads all files once the last is written, when --on-shard may have taken them away; "
+            "leave one of the two, or run `lazyzero verify` where the files are"
+        )
     began = time.monotonic()
     watch = FiniteWatch() if check_finite else None
     done = []

@@ -146,6 +146,7 @@ def every(
 ) -> list[LazyZeroError | None]:
     """What comes of it when the first call fails, the second, and so on: all of them, or some `most` evenly taken."""
     results: list[LazyZeroError | None] = []
+    tmp_path.mkdir(exist_ok=True)  # to make it counts as well
     with pytest.MonkeyPatch.context() as patch:
         counting = Faulty(name, lambda call, args: call(*args))
         patch.setattr(module, "os", counting)
