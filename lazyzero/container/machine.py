@@ -18,7 +18,7 @@ from lazyzero.container.tape import Tape
 from lazyzero.errors import BrokenArchive, LazyZeroError, UnsafeArchive
 
 ROOM: Final = 128 << 20  # bytes of objects, in the estimates of the constants below
-MOST_STEPS: Final = 2_000_000
+MOST_STEPS: Final = 1_500_000
 STEPS_PER_TENSOR: Final = 60  # some 90 are what a parameter takes: its tensor, its name, its shape
 MOST_TENSORS: Final = 90_000  # that allow for more
 LONGEST_STRING: Final = 64 << 10  # bytes; a longer one is skipped
