@@ -77,8 +77,11 @@ def _draw(results: plots.Results, directory: Path) -> None:
         _say(f"no pictures: {reason}")
         return
     directory.mkdir(exist_ok=True)
-    for path in plots.draw(results, directory):
+    drawn = plots.draw(results, directory)
+    for path in drawn:
         _say(f"drew {path}")
+    if not drawn:
+        directory.rmdir()
 
 
 def _say(text: str) -> None:
