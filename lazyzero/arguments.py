@@ -121,7 +121,7 @@ def _convert_parser(commands: Any) -> None:
         "--no-self-check", action="store_true", help="do not compare with the 16-bit copy in the checkpoint"
     )
     parser.add_argument("--dry-run", action="store_true", help="check and plan only, write nothing")
-    parser.add_argument("--verify", action="store_true", help="compare every element afterwards")
+    parser.add_argument("--verify", action="store_true", help="compare every element afterwards; not with --on-shard")
     parser.add_argument(
         "--check-finite", action="store_true", help="warn of NaN, infinities, and trained matrices of zeros"
     )

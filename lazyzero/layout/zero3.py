@@ -81,7 +81,8 @@ def sub_groups(found: Found) -> tuple[ModelStates, list[Shapes]]:
 
 def model_paths(files: FileSet) -> dict[int, str]:
     """The ranks' model files, of one model-parallel rank."""
-    return {dp: path for (dp, mp), path in files.zero_model.items() if mp == files.model_ranks[0]}
+    first = files.model_ranks[0]
+    return {dp: path for (dp, mp), path in files.zero_model.items() if mp == first}
 
 
 def deliver(
