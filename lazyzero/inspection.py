@@ -6,13 +6,14 @@ from collections import Counter
 from typing import Any
 
 from lazyzero.checkpoint import Checkpoint
-from lazyzero.export.budget import DEFAULT
+from lazyzero.export.budget import allot
 from lazyzero.export.options import Options
+from lazyzero.export.plan import Plan
 from lazyzero.export.run import plan_export
 from lazyzero.export.units import show_size
 from lazyzero.tensor import LazyTensor
 
-_TORCH_RSS = 300 << 20  # bytes; what importing torch costs, about
+_TORCH_RSS = 200 << 20  # bytes; what importing the CPU build of torch costs, about
 
 
 def describe(checkpoint: Checkpoint, options: Options, *, tensors: bool) -> dict[str, Any]:
@@ -40,12 +41,20 @@ def describe(checkpoint: Checkpoint, options: Options, *, tensors: bool) -> dict
             ],
             "index": plan.index,
             "bytes": plan.total_size,
-            "peak_memory": (options.max_memory or DEFAULT) + (_TORCH_RSS if plan.format == "bin" else 0),
+            "peak_memory": _peak(checkpoint, plan, options),
         },
     }
     if tensors:
         facts["entries"] = [_row(name, tensor) for name, tensor in checkpoint.items()]
     return facts
+
+
+def _peak(checkpoint: Checkpoint, plan: Plan, options: Options) -> int:
+    """Bytes, about: what is held now, the windows, and torch where it is needed. Raises InvalidRequest for too little."""
+    torch = plan.format == "bin"
+    entries = (entry for shard in plan.shards for entry in shard.entries)
+    cast = any(placeholder.dtype != checkpoint[name].dtype for name, placeholder in entries)
+    return allot(options.max_memory, options.workers, torch=torch).peak(cast=cast) + (_TORCH_RSS if torch else 0)
 
 
 def _sum(tensors: list[LazyTensor], role: str) -> dict[str, int]:

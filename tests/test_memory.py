@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,16 +37,25 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="VmHWM is Linux's")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_peak_memory_of_a_conversion(source: tuple[Path, Spec], dtype: str, tmp_path: Path) -> None:
-    """The whole process stays within the bound for every dtype, as one file and as shards, and writes the right values."""
+    """The whole process stays within the bound for every dtype, as one file and as shards, and writes the right values;
+    `inspect` foretold what it takes, within 15 %."""
     checkpoint, spec = source
     shard = "none" if (spec.stage == 3) == (dtype == "bf16") else "200MB"  # each dtype both ways, over the two stages
     output = tmp_path / "out"
-    command = ["convert", str(checkpoint), str(output), "--dtype", dtype, "--max-shard-size", shard, "--quiet"]
+    options = ["--dtype", dtype, "--max-shard-size", shard]
+    program = [sys.executable, "-m", "lazyzero"]
+    environment = {"PYTHONPATH": str(REPOSITORY)}
+    told = subprocess.run(
+        [*program, "inspect", str(checkpoint), *options, "--json"],
+        env={**os.environ, **environment}, capture_output=True, check=True,
+    )  # fmt: skip
+    foretold = json.loads(told.stdout)["output"]["peak_memory"]
     try:
-        environment = {"PYTHONPATH": str(REPOSITORY)}
-        run = measure("lazyzero", [sys.executable, "-m", "lazyzero", *command], environment=environment, sync=False)
+        command = [*program, "convert", str(checkpoint), str(output), *options, "--quiet"]
+        run = measure("lazyzero", command, environment=environment, sync=False)
         assert run.exit == 0, run.output
         assert run.peak_rss <= BOUND, f"{run.peak_rss / 2**20:.1f} MiB"
+        assert 0.85 * foretold < run.peak_rss < 1.15 * foretold
         assert check_output(output, spec, dtype, full=False)
     finally:
         shutil.rmtree(output, ignore_errors=True)

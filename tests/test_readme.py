@@ -31,6 +31,7 @@ def commands() -> list[tuple[str, str]]:
 def measured_away(text: str) -> str:
     """Times, rates and memory differ from run to run; sizes of files do not."""
     text = re.sub(r"\d[\d.]* (s\b|[KMG]?B/s)", r"N \1", text)
+    text = re.sub(r"about [\d.]+ [KMG]B of memory", "about N of memory", text)
     return re.sub(r"peak RSS [\d.]+ [KMG]B", "peak RSS N", text)
 
 

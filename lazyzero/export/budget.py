@@ -24,6 +24,11 @@ class Budget:
     window: int
     workers: int
 
+    def peak(self, *, cast: bool, resident: int | None = None) -> int:
+        """What the process will have taken at its highest, about, in bytes, given what it holds now."""
+        held = resident if resident is not None else status().get("VmRSS", 40 << 20)
+        return held + self.workers * self.window * (_BUFFERS if cast else 1) + _SLACK // 2
+
 
 def allot(max_memory: int | None, workers: int | None, *, torch: bool, resident: int | None = None) -> Budget:
     """Windows and workers that keep the process within `max_memory` bytes.
