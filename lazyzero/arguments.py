@@ -65,7 +65,7 @@ def _output_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         default="fp32",
-        choices=("fp32", "bf16", "fp16", "keep"),
+        metavar="{fp32,bf16,fp16,keep}",
         help="floating type of all weights (default fp32); keep: as stored",
     )
     parser.add_argument(
@@ -137,7 +137,7 @@ def _verify_parser(commands: Any) -> None:
     _source_arguments(parser)
     parser.add_argument("output", help="the directory that was written to")
     parser.add_argument(
-        "--dtype", choices=("fp32", "bf16", "fp16", "keep"), help="what the output should have (default: what it has)"
+        "--dtype", metavar="{fp32,bf16,fp16,keep}", help="what the output should have (default: what it has)"
     )
     parser.add_argument(
         "--no-self-check", action="store_true", help="do not compare the checkpoint with its own 16-bit copy"

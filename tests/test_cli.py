@@ -211,6 +211,16 @@ def test_python_dash_m_is_the_command(root: Path, tmp_path: Path) -> None:
 # -- standard output -------------------------------------------------------------------------------------------
 
 
+def test_dtypes_have_torchs_names_as_well(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--dtype bfloat16` is bf16; a name that is none is a wrong command line, told in one line."""
+    assert run("convert", root, tmp_path / "out", "--dtype", "bfloat16") == 0
+    assert run("verify", root, tmp_path / "out", "--dtype", "torch.bfloat16") == 0
+    capsys.readouterr()
+    for words in (("convert", root, tmp_path / "other"), ("verify", root, tmp_path / "out")):
+        assert run(*words, "--dtype", "int8") == 2
+        assert capsys.readouterr().err == "lazyzero: error: dtype 'int8' is not one of fp32, fp16, bf16, keep\n"
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "keep"])
 def test_a_pipe_gets_the_bytes_of_the_file(root: Path, tmp_path: Path, dtype: str) -> None:
     """`convert CKPT -` into a pipe equals the single file, byte for byte."""
@@ -311,7 +321,7 @@ def test_every_user_error_is_one_line(root: Path, capsys: Capture) -> None:
         ["transmogrify"],
         ["convert"],
         ["convert", "x"],
-        ["convert", "x", "y", "--dtype", "int8"],
+        ["convert", "x", "y", "--format", "pt"],
         ["inspect", "--frob", "x"],
     ],
 )
