@@ -240,7 +240,8 @@ def _sized(method: Callable[[Any, int], None], size: int) -> Handler:
     """A handler for opcodes whose argument is a length or an index of `size` bytes."""
     if size == 1:
         return lambda machine: method(machine, machine._byte())
-    return lambda machine: method(machine, machine.uint(size))
+    number = int.from_bytes
+    return lambda machine: method(machine, number(machine._take(size), "little"))
 
 
 def _fixed(method: Callable[[Any, int], None], value: int) -> Handler:
