@@ -128,22 +128,42 @@ _WALKED = (
 
 
 def require_finite(path: str, value: Any) -> None:
-    """Refuses lists of lists of the same lists: a few kilobytes of pickle describe more than anybody can walk through."""
-    left, rest = _MOST_VALUES, [value]
+    """Refuses lists of lists of the same lists: a few kilobytes of pickle describe more than anybody can walk through.
+
+    Each container is looked at once, and counted as often as it is met; one that holds itself is without end.
+    """
+    sizes: dict[int, int | None] = {}  # by identity; None while what is inside is being counted
+    rest = [(value, False)]
     while rest:
-        each = rest.pop()
-        if isinstance(each, dict):
-            inner: Collection[Any] = each.values()
-        elif isinstance(each, Opaque):
-            inner = (each.args, each.state, each.items)
-        elif isinstance(each, (list, tuple)):
-            inner = each
-        else:
-            continue
-        left -= len(inner)
-        if left < 0:
-            raise InconsistentCheckpoint(f"{path}: describes more than {_MOST_VALUES} values; the file is damaged")
-        rest.extend(inner)
+        each, counted = rest.pop()
+        inner = _inside(each)
+        if counted:
+            size = len(inner) + sum(sizes.get(id(one)) or 0 for one in inner)
+            if size > _MOST_VALUES:
+                raise _without_end(path)
+            sizes[id(each)] = size
+        elif id(each) not in sizes:
+            if inner:
+                sizes[id(each)] = None
+                rest.append((each, True))
+                rest.extend((one, False) for one in inner if isinstance(one, _CONTAINERS))
+        elif sizes[id(each)] is None:
+            raise _without_end(path)
+
+
+_CONTAINERS = (dict, list, tuple, Opaque)
+
+
+def _inside(value: Any) -> Collection[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, Opaque):
+        return (value.args, value.state, value.items)
+    return value if isinstance(value, (list, tuple)) else ()
+
+
+def _without_end(path: str) -> InconsistentCheckpoint:
+    return InconsistentCheckpoint(f"{path}: describes more than {_MOST_VALUES} values; the file is damaged")
 
 
 def read_shapes(path: str, value: Any) -> list[Shapes] | None:
