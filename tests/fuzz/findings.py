@@ -33,4 +33,9 @@ FINDINGS: tuple[Finding, ...] = (
         "layout",
         b"@A\x0cAAs\xa8\xb9\xb9\xb9\xb9\xd3\xa3\xa0\xa0",
     ),
+    Finding(
+        "the same, in a real checkpoint",
+        "real-layout",
+        b'\xe5\xbe\xbe\xbe\xbe\xff\xff\xff1c\xac(xB\x96\xb9\xbf"\x97\xe0""',
+    ),
 )
