@@ -62,7 +62,7 @@ class Bench:
     tools: Tools
     repeats: int | None
     say: Say
-    whole: set[tuple[str, Entrant]] = field(default_factory=set)  # what has been compared from end to end
+    whole: set[tuple[str, str, bool]] = field(default_factory=set)  # what has been compared from end to end
 
     def run(self, cases: Sequence[Case]) -> Iterator[Outcome]:
         """Yields each case as it is done. A checkpoint is made once for cases that follow each other."""
@@ -119,7 +119,7 @@ _MARKS = {True: "kept  ", False: "BROKEN", None: "-     "}
 class _Turn:
     """One entrant's turn: prepare, measure, check, clean up.
 
-    Of each of our commands over each checkpoint one output is compared whole, the others in places.
+    Of what we make of a checkpoint, one output of each dtype and format is compared whole, the others in places.
     """
 
     bench: Bench
@@ -164,7 +164,7 @@ class _Turn:
         if run.exit or self.entrant.dtype is None:
             return
         spec = SOURCES[self.case.source]
-        one = (self.case.source, self.entrant)
+        one = (self.case.source, self.entrant.dtype, "bin" in self.entrant.options)
         full = not spec.sparse and self.entrant.tool == "lazyzero convert" and one not in self.bench.whole
         self.bench.whole.add(one)
         try:
