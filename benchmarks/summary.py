@@ -53,20 +53,24 @@ def table(cases: dict[str, dict[str, Any]]) -> str:
         beside = "; ".join(f"{_BESIDE[other]}: {_time(runs[other])}, {_peak(runs[other])}" for other in others)
         cells = (_checkpoint(cases[name]["checkpoint"]), title, _time(runs[label]), beside, _peak(runs[label]))
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *_kept(cases)]) + "\n"
+
+
+def _kept(cases: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """How many of the promises were kept, and each that was not."""
+    verdicts = [(name, verdict) for name, case in cases.items() for verdict in case["verdicts"]]
+    broken = [(name, verdict) for name, verdict in verdicts if verdict["kept"] is False]
+    judged = sum(verdict["kept"] is not None for _, verdict in verdicts)
+    yield f"Of {judged} promises {judged - len(broken)} were kept in these runs{'; not these:' if broken else '.'}"
+    if broken:
+        yield ""
+    for name, verdict in broken:
+        yield f"* {name}: {verdict['bound']}: {verdict['found']}"
 
 
 def with_table(text: str) -> str:
     """The page with the table between its marks."""
     return _MARKED.sub(lambda match: match[1] + table(load()) + match[2], text)
-
-
-def broken(cases: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """The promises that the results say were not kept."""
-    for name, case in cases.items():
-        for verdict in case["verdicts"]:
-            if verdict["kept"] is False:
-                yield f"{name}: {verdict['promise']}: {verdict['found']}"
 
 
 def _checkpoint(about: dict[str, Any]) -> str:
