@@ -2,6 +2,7 @@
 # make test   everything that is checked on every change
 # make bench  memory and time beside cp, and DeepSpeed if DEEPSPEED names the Python of an environment with 0.19.8
 #             (10 minutes, 10 GB of disk); make bench-70b the same for 70B and 405B models
+# make soak   200 kills, and every call of writer and reader failing in turn (12 minutes); make fuzz a minute of hostile input
 # The virtual environment .venv is the project's own; constraints.txt pins what goes into it.
 
 PYTHON ?= python3

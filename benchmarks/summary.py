@@ -46,7 +46,7 @@ def load() -> dict[str, dict[str, Any]]:
 
 
 def table(cases: dict[str, dict[str, Any]]) -> str:
-    """The Markdown table: medians of times until durable, highest peaks."""
+    """The Markdown table, medians of times until durable and highest peaks, and what was not kept."""
     lines = ["| checkpoint | to | time | beside | peak RSS |", "|---|---|---|---|---|"]
     for title, name, label, others in ROWS:
         runs = cases[name]["runs"]

@@ -62,8 +62,7 @@ def _by_source(ranges: Iterable[tuple[Storage, int, int, T]]) -> dict[Source, li
         if nbytes:
             found.setdefault(storage.source, []).append((storage.offset + start, nbytes, item))
     for places in found.values():
-        if len(places) > 1:
-            places.sort(key=itemgetter(0))
+        places.sort(key=itemgetter(0))
     return found
 
 

@@ -150,8 +150,6 @@ class Source:
                 got = os.preadv(fd, views, offset)
             except OSError as error:
                 raise ReadError(f"{self.path}: reading at byte {offset} failed: {error.strerror}") from None
-            if len(views) == 1 and got == len(views[0]):
-                return offset + got
             if got == 0:
                 if not sum(len(view) for view in views):
                     break

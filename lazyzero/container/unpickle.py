@@ -240,7 +240,7 @@ def _sized(method: Callable[[Any, int], None], size: int) -> Handler:
     """A handler for opcodes whose argument is a length or an index of `size` bytes."""
     if size == 1:
         return lambda machine: method(machine, machine._byte())
-    number = int.from_bytes
+    number = int.from_bytes  # as `uint` does, a call less: three in ten opcodes come by here
     return lambda machine: method(machine, number(machine._take(size), "little"))
 
 

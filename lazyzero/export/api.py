@@ -44,9 +44,9 @@ def convert(
 
     `dtype` is fp32, bf16, fp16 or keep; `format` safetensors or bin; `max_shard_size` a size like "5GB", or None for one
     file. An interrupted conversion is resumed by the same call. `on_shard` is called with each finished file and may
-    take it away, so not beside `verify`, which compares every element afterwards. `opening` is what `open_checkpoint` takes: tag, also,
-    exclude_frozen, base_model, state, tp_rules. Raises LazyZeroError's descendants; nothing unfinished is ever left
-    under a final name.
+    take it away, so not beside `verify`, which compares every element afterwards. `opening` is what `open_checkpoint`
+    takes: tag, also, exclude_frozen, base_model, state, tp_rules. Raises LazyZeroError's descendants; nothing
+    unfinished is ever left under a final name.
     """
     options = make_options(
         dtype=dtype,

@@ -24,10 +24,9 @@ class Budget:
     window: int
     workers: int
 
-    def peak(self, *, cast: bool, resident: int | None = None) -> int:
+    def peak(self, *, cast: bool) -> int:
         """What the process will have taken at its highest, about, in bytes, given what it holds now."""
-        held = resident if resident is not None else status().get("VmRSS", 40 << 20)
-        return held + self.workers * self.window * (_BUFFERS if cast else 1) + _SLACK // 2
+        return _held() + self.workers * self.window * (_BUFFERS if cast else 1) + _SLACK // 2
 
 
 def allot(max_memory: int | None, workers: int | None, *, torch: bool, resident: int | None = None) -> Budget:
@@ -37,7 +36,7 @@ def allot(max_memory: int | None, workers: int | None, *, torch: bool, resident:
     is what the process holds now. Raises InvalidRequest when an amount that was asked for cannot do, with the least
     that would.
     """
-    held = resident if resident is not None else status().get("VmRSS", 40 << 20)
+    held = _held() if resident is None else resident
     count = workers or min(2, os.cpu_count() or 1)
     room = (max_memory or DEFAULT + (held if torch else 0)) - held - _SLACK
     if workers is None and room < count * _BUFFERS * LEAST_WINDOW:
@@ -51,3 +50,7 @@ def allot(max_memory: int | None, workers: int | None, *, torch: bool, resident:
         )
     window = min(max(window, LEAST_WINDOW), MOST_WINDOW)
     return Budget(window - window % 4096, count)
+
+
+def _held() -> int:
+    return status().get("VmRSS", 40 << 20)

@@ -57,7 +57,7 @@ class Pool:
     def fitting(self, chain: Chain, at: int, effort: Effort, without: Container[str] = ()) -> list[str]:
         """The names whose values are the masters from element `at` on; whole tensors are read if several start so.
 
-        None when there is no effort left.
+        Empty when there is no effort left.
         """
         names = [name for name in self._starting(chain, at) if name not in without]
         if not effort.spend(1 + len(names)):

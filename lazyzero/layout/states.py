@@ -127,6 +127,9 @@ _WALKED = (
 )  # fmt: skip
 
 
+_CONTAINERS = (dict, list, tuple, Opaque)
+
+
 def require_finite(path: str, value: Any) -> None:
     """Refuses lists of lists of the same lists: a few kilobytes of pickle describe more than anybody can walk through.
 
@@ -149,9 +152,6 @@ def require_finite(path: str, value: Any) -> None:
                 rest.extend((one, False) for one in inner if isinstance(one, _CONTAINERS))
         elif sizes[id(each)] is None:
             raise _without_end(path)
-
-
-_CONTAINERS = (dict, list, tuple, Opaque)
 
 
 def _inside(value: Any) -> Collection[Any]:

@@ -60,7 +60,7 @@ def test_honest_checkpoints_open(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("row", ROWS)
 def test_broken_input(tmp_path: Path, row: str) -> None:
-    """The row is refused within two seconds, by one line that names the file."""
+    """The row is refused within SECONDS, by one line that names the file."""
     path = ROWS[row].make(tmp_path / "root")
     start = time.process_time()
     with pytest.raises(LazyZeroError) as caught:
@@ -88,7 +88,7 @@ def test_broken_input_on_the_command_line(
 
 @pytest.mark.parametrize("row", BOMBS)
 def test_bombs(tmp_path: Path, row: str) -> None:
-    """What asks for memory or time is refused in two seconds of work and 256 MiB."""
+    """What asks for memory or time is refused within SECONDS of work and 256 MiB."""
     path = BOMBS[row].make(tmp_path / "root")
     done = subprocess.run(
         [sys.executable, "-c", ALONE, tmp_path / "root"], capture_output=True, text=True, timeout=60, check=False
