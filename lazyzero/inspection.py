@@ -54,7 +54,8 @@ def _peak(checkpoint: Checkpoint, plan: Plan, options: Options) -> int:
     torch = plan.format == "bin"
     entries = (entry for shard in plan.shards for entry in shard.entries)
     cast = any(placeholder.dtype != checkpoint[name].dtype for name, placeholder in entries)
-    return allot(options.max_memory, options.workers, torch=torch).peak(cast=cast) + (_TORCH_RSS if torch else 0)
+    budget = allot(options.max_memory, options.workers, torch=torch)
+    return budget.peak(plan.total_size, cast=cast) + (_TORCH_RSS if torch else 0)
 
 
 def _sum(tensors: list[LazyTensor], role: str) -> dict[str, int]:

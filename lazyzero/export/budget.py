@@ -24,9 +24,10 @@ class Budget:
     window: int
     workers: int
 
-    def peak(self, *, cast: bool) -> int:
-        """What the process will have taken at its highest, about, in bytes, given what it holds now."""
-        return _held() + self.workers * self.window * (_BUFFERS if cast else 1) + _SLACK // 2
+    def peak(self, nbytes: int, *, cast: bool) -> int:
+        """What writing `nbytes` will have taken at its highest, about, in bytes, given what the process holds now."""
+        used = min(self.workers * self.window, nbytes)  # a window that is never filled takes no memory
+        return _held() + used * (_BUFFERS if cast else 1) + _SLACK // 2
 
 
 def allot(max_memory: int | None, workers: int | None, *, torch: bool, resident: int | None = None) -> Budget:
